@@ -34,9 +34,9 @@ def caption_ids(captions: Sequence[str], config: PreprocessingConfig) -> np.ndar
 
 
 def clean(caption: str, cleaning: str) -> str:
-    """A caption, cleaned as a pipeline of diffusers cleans prompts. `cleaning`: the parameter `text_cleaning`.
+    """A caption, cleaned as a pipeline of diffusers cleans prompts.
 
-    "none": `StableDiffusionPipeline`; "ftfy": `PRXPipeline` with `skip_text_cleaning=True`.
+    `cleaning`: "none" for `StableDiffusionPipeline`, "ftfy" for `PRXPipeline` with `skip_text_cleaning=True`.
     """
     if cleaning == "ftfy":
         import ftfy

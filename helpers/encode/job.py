@@ -18,20 +18,18 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import ray
 
 from .. import cluster, storage
-from ..config import PreprocessingConfig, first_difference
+from ..config import PreprocessingConfig, refuse_change
 from ..latents.manifest import SCHEMA_VERSION, Manifest, add_up, read_manifest, read_segments, write_manifest
 from ..notebook import with_interrupt_hint
-from ..production.data import exclusions
 from ..raw import inputs
 
 ROWS_PER_SEGMENT = 200_000  # per encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
-TIMELINE = 60  # points per segment
 STOPPED = "Stopped: {:,} of {:,} rows are encoded and kept. Running this cell again encodes the others."
 SEGMENTS, JOB = "segments", "job.json"  # the folder of an unfinished job's entries, and the job's description in it
 FILE_NAME = re.compile(r"\d{6,}-[0-9a-f]{12}\.parquet")  # files that a job writes, and deletes if not committed
@@ -81,34 +79,25 @@ def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEG
     return segments
 
 
-def begun_with(latents_uri: str) -> dict | None:
+def begun_with(latents_uri: str) -> dict[str, Any] | None:
     """`Job.parameters` of the job at `latents_uri`, finished or not; None if there is none."""
     with contextlib.suppress(FileNotFoundError, storage.DamagedFile):
         return read_manifest(latents_uri).job
     job_uri = storage.join(latents_uri, SEGMENTS, JOB)
     remedy = f"give another latents_uri, or delete {latents_uri} and encode the data again"
-    return storage.read_json(job_uri, remedy).get("parameters", {}) if storage.exists(job_uri) else None
+    if not storage.exists(job_uri):
+        return None
+    begun = storage.read_json(job_uri, remedy)["parameters"]
+    check_begun(latents_uri, begun, {"schema_version": SCHEMA_VERSION}, ["schema_version"])
+    return begun
 
 
-def check_parameters(latents_uri: str, begun: dict, now: dict, names: Iterable[str] | None = None) -> None:
-    """Raises ValueError naming the first parameter that differs from what a job began with.
-
-    `names`: the parameters to compare; None: all.
-    """
-    if found := first_difference(begun, now, names):
-        name, before, value = found
-        what = "the files of the input" if name == "input_crc32" else f"{name}={before!r}, not {value!r}"
-        raise ValueError(
-            f"latents_uri={latents_uri!r} holds data that was made with other parameters ({what}): give another "
-            "latents_uri, or delete that folder."
-        )
-
-
-def finished_segments(latents_uri: str) -> list[dict]:
-    """The entries of a finished job's segments; [] if its manifest is missing or damaged, and has to be made again."""
-    with contextlib.suppress(FileNotFoundError, storage.DamagedFile):
-        return read_manifest(latents_uri) and read_segments(latents_uri)
-    return []
+def check_begun(
+    latents_uri: str, begun: dict[str, Any] | None, now: dict[str, Any], names: Iterable[str] | None = None
+) -> None:
+    """Raises ValueError naming the first parameter that differs from those of a job. `names`: to compare; None: all."""
+    what, remedy = f"latents_uri={latents_uri!r}", "give another latents_uri, or delete that folder"
+    refuse_change(what, begun or now, now, remedy, names)
 
 
 Pipeline = Callable[[Segment], ray.data.Dataset]  # a segment -> a dataset of its write stage's reports
@@ -139,6 +128,7 @@ class Job:
     id_type: pa.DataType
     max_failures: int = 3
     config: PreprocessingConfig | None = None
+    guard = None  # of the current `run`
 
     def __post_init__(self):
         parameters = {"schema_version": SCHEMA_VERSION, **self.parameters, "encoder": self.description["encoder"]}
@@ -150,41 +140,25 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        return bool(finished_segments(self.latents_uri))
+        """Whether the manifest and its list of files are there; a damaged one has to be made again."""
+        with contextlib.suppress(FileNotFoundError, storage.DamagedFile):
+            return bool(read_manifest(self.latents_uri) and read_segments(self.latents_uri))
+        return False
 
     def known_segments(self) -> list[Segment]:
         """The segments that an earlier run planned; [] without one.
 
         Raises ValueError if the folder holds other files, or data that was made with other parameters.
         """
-        if (earlier := begun_with(self.latents_uri)) is not None:
-            self.check_same(earlier)
-        if entries := finished_segments(self.latents_uri):
-            names = ("index", "sources", "read", "limit")
-            return [Segment(*(entry[name] for name in names), entry.get("unreadable", [])) for entry in entries]
+        check_begun(self.latents_uri, begun_with(self.latents_uri), self.parameters)
         if storage.exists(self.uri(SEGMENTS, JOB)):
-            job = storage.read_json(self.uri(SEGMENTS, JOB))
-            return [Segment(**segment) for segment in job["segments"]]
-        if files := self.written_files():
+            return [Segment(**segment) for segment in storage.read_json(self.uri(SEGMENTS, JOB))["segments"]]
+        if not self.finished and (files := self.written_files()):
             raise ValueError(
                 f"latents_uri={self.latents_uri!r} holds files that do not belong to an unfinished job ({files[0]}): "
                 "give another latents_uri, or delete them."
             )
         return []
-
-    def check_same(self, earlier: dict) -> None:
-        """Raises ValueError naming the first parameter that differs from those of an earlier run.
-
-        A finished job may be given another `leave_out`. A sentence is then printed: the job's rows stay as they are.
-        """
-        before, now = (of.get("leave_out") for of in (earlier, self.parameters))
-        if before != now and self.finished:
-            print(
-                f"leave_out is not the list that {self.latents_uri} was encoded with: its rows stay as they are, and "
-                "training masks those that are listed."
-            )
-            earlier = {**earlier, "leave_out": now}
-        check_parameters(self.latents_uri, earlier, self.parameters)
 
     def save(self) -> None:
         """Write the segments and parameters, which a rerun reads."""
@@ -216,15 +190,15 @@ class Job:
         """
         return 1024 * -(-sum(spec.resolution is not None for spec in self.description["columns"]) // 2)
 
-    def write_arguments(self, segment: Segment | None = None) -> dict:
-        """Arguments of `stages.write_latents` besides the rows. `segment`: None leaves out `segment_index`."""
-        arguments = {
+    def write_arguments(self, segment: Segment) -> dict[str, Any]:
+        """Arguments of `stages.write_latents` besides the rows."""
+        return {
             "latents_uri": self.latents_uri,
+            "segment_index": segment.index,
             "columns": self.description["columns"],
             "id_type": self.id_type,
-            "validation_share": self.parameters.get("validation_share", 0.0),
+            "validation_share": self.parameters["validation_share"],
         }
-        return arguments if segment is None else {**arguments, "segment_index": segment.index}
 
     def run(
         self,
@@ -239,26 +213,23 @@ class Job:
         raises if another driver does this job (`production.lease.hold`). An interrupted segment's files are deleted.
         Raises RuntimeError if a segment failed for good.
         """
-        if self.finished:
-            manifest = read_manifest(self.latents_uri)
-            print(f"Nothing to do: all {manifest.read:,} rows are encoded at {self.latents_uri}")
-            return manifest
         with guard or contextlib.nullcontext() as self.guard:
+            if self.finished:
+                manifest = read_manifest(self.latents_uri)
+                print(f"Nothing to do: all {manifest.read:,} rows are encoded at {self.latents_uri}")
+                return manifest
             self.segments = self.known_segments() or self.segments  # another driver may have worked on it since
             self.save()
             self.delete_uncommitted()
-            total = sum(segment.rows for segment in self.segments)
-            pending = self.pending()
+            total, pending = sum(segment.rows for segment in self.segments), self.pending()
             done = total - sum(segment.rows for segment in pending)
-            if progress:
-                progress(done, total)
+            progress = progress or (lambda rows, of_rows: None)
+            progress(done, total)
             for segment in pending:
                 failed = f"The same command resumes the job, whose segment {segment.index} failed"
                 stopped = functools.partial(STOPPED.format, done, total)
                 with cluster.one_line_error(failed, OSError), with_interrupt_hint(stopped):
-                    self.run_segment(
-                        pipeline, segment, lambda rows, done=done: progress and progress(done + rows, total)
-                    )
+                    self.run_segment(pipeline, segment, lambda rows, done=done: progress(done + rows, total))
                 done += segment.rows
             return self.finish()
 
@@ -285,7 +256,10 @@ class Job:
                 print(f"Segment {segment.index} is restarted ({which}): {cluster.summarize_error(str(error))}")
 
     def collect(self, reports: ray.data.Dataset, segment: Segment, progress: Callable[[int], None]) -> dict:
-        """Run a segment's pipeline; returns the segment's entry, the sum of its write tasks' reports."""
+        """Run a segment's pipeline; returns the segment's entry, the sum of its write tasks' reports.
+
+        Raises RuntimeError if rows are missing and the job has no row filter, or if more came out than were read.
+        """
         started, tables, rows = time.perf_counter(), [], 0
         # Closed explicitly, because an interrupt must stop the tasks before their files are deleted.
         with contextlib.closing(iter(reports.iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:
@@ -294,16 +268,12 @@ class Job:
                 rows += sum(batch["rows"].to_pylist())
                 progress(rows)
         entry = segment_entry(segment, tables) | {"seconds": time.perf_counter() - started}
-        self.check_counts(entry)
-        return entry
-
-    def check_counts(self, entry: dict) -> None:
-        """Raises RuntimeError if rows are missing and the job has no row filter, or if more came out than were read."""
         if entry["filtered"] < 0 or (entry["filtered"] and not self.parameters.get("row_filter")):
             raise RuntimeError(
                 f"Segment {entry['index']}: {entry['read']} rows read, {entry['written']} written and "
                 f"{sum(entry['rejected'].values())} rejected; the rest is unaccounted for, so nothing was committed."
             )
+        return entry
 
     def check_guard(self) -> None:
         if self.guard:
@@ -334,7 +304,6 @@ class Job:
             job=self.parameters,
         )
         write_manifest(self.latents_uri, manifest, entries)
-        exclusions.say_if_unused(self.parameters.get("leave_out"), manifest.rejected)
         return manifest
 
 
@@ -374,19 +343,4 @@ def segment_entry(segment: Segment, tables: Iterable[pa.Table]) -> dict:
         "seconds": 0.0,
         "encoders": len({call["encoder"] for call in calls}),
         "encoding_seconds": max(c["ended"] for c in calls) - min(c["started"] for c in calls) if calls else 0.0,
-        "timeline": timeline(calls) if calls else [],
     }
-
-
-def timeline(calls: list[dict]) -> list[list[float]]:
-    """[[seconds since the first call, share of the encoders that compute, rows/s]] over the calls of a segment.
-
-    There are at most `TIMELINE` points, each the mean over a second or more. Each call is assumed to finish its rows at
-    a constant rate.
-    """
-    starts, ends, rows = (np.array([call[name] for call in calls]) for name in ("started", "ended", "rows"))
-    num_encoders, took = len({call["encoder"] for call in calls}), np.maximum(ends - starts, 1e-6)
-    edges = np.linspace(starts.min(), ends.max(), 1 + min(TIMELINE, int(ends.max() - starts.min())))
-    done = np.clip((edges - starts[:, None]) / took[:, None], 0, 1)  # (calls, edges): each call's part before each edge
-    busy, rates = (np.diff(amount @ done) / np.diff(edges) for amount in (took, rows))
-    return np.stack([edges[:-1] - edges[0], busy / num_encoders, rates], axis=1).round(4).tolist()

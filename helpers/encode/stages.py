@@ -11,7 +11,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,12 @@ from .. import storage
 from ..config import PreprocessingConfig
 from ..latents import schema
 from ..latents.parquet import write_latents_file
-from ..production.data import exclusions
-from ..production.decode import isolated
 from ..raw import images, inputs
 from .captions import caption_ids
 
-LOST = "lost_pictures"  # folder under `storage`
+EXCLUDED = "excluded"  # why a row is rejected
+Decode = Callable[[Iterable[images.Call], images.Shapes], list[images.DecodedImage]]
+Excluded = Callable[[pa.ChunkedArray, list[bytes | None]], np.ndarray]
 
 
 def transform(
@@ -36,6 +36,8 @@ def transform(
     config: PreprocessingConfig,
     crops: Iterable[images.Crop] | None = None,
     shapes: Iterable[images.Shape] | None = None,
+    decode: Decode = images.decode_all,
+    excluded: Excluded | None = None,
 ) -> pa.Table:
     """Raw rows (`inputs.to_raw_rows`) -> rows for the encoder: every row stays, a bad one with a `reason`.
 
@@ -46,52 +48,53 @@ def transform(
             empty text, and the ids of an empty text. With `config.maximum_tokens`, ids are filled up with -1, else with
             padding tokens.
         pixels_...: for each shape of `config.shapes` (`schema.input_column`), H x W x 3 bytes. Null if another shape of
-            the same resolution fits the picture better. Also null if the picture is smaller than the shape.
-        note: what is wrong with a picture that is used; empty for most
+            the same resolution fits the image better. Also null if the image is smaller than the shape.
+        note: what is wrong with an image that is used; empty for most
         transform_seconds: of the call, in its first row
 
     Args:
         crops: how each row is cropped (functions that can be pickled); None: to the largest centre crop.
         shapes: the one (width, height) to make of each row; None: one for each resolution, see `pixels_...`.
+        decode: a function like `images.decode_all`.
+        excluded: `excluded(ids, encoded images)` returns (B,) bool: True for rows that must not be used. They are
+            rejected before anything is decoded.
     """
     started = time.perf_counter()
-    done = transform_pictures(rows, config, crops, shapes)
+    done = decode_rows(rows, config, crops, shapes, decode, excluded)
     columns = {
         schema.ID: rows[inputs.ID],
-        schema.REASON: pa.array([made.reason for made in done], pa.string()),
+        schema.REASON: pa.array([image.reason for image in done], pa.string()),
         schema.SOURCE: rows[inputs.SOURCE],
     }
     for number in schema.numbers(inputs.CAPTION, rows.column_names):
         captions = rows[schema.numbered(inputs.CAPTION, number)].to_pylist()
         # A caption that is too long would cost its tokens.
-        texts = ["" if made.reason else caption or "" for caption, made in zip(captions, done, strict=True)]
+        texts = ["" if image.reason else caption or "" for caption, image in zip(captions, done, strict=True)]
         ids_BL = caption_ids(texts, config)
         columns[schema.numbered(schema.CAPTION, number)] = pa.array(texts, pa.string())
         columns[schema.numbered(schema.CAPTION_IDS, number)] = schema.to_binary(ids_BL, dtype=np.int32)
     for shape in itertools.chain.from_iterable(config.shapes.values()):
-        pixels = [made.pixels[shape].data if shape in made.pixels else None for made in done]
+        pixels = [image.pixels[shape].data if shape in image.pixels else None for image in done]
         columns[schema.input_column(schema.latents_column(*shape))] = pa.array(pixels, pa.large_binary())
-    columns["note"] = pa.array([made.note for made in done], pa.string())
+    columns["note"] = pa.array([image.note for image in done], pa.string())
     seconds = time.perf_counter() - started
     return pa.table({**columns, "transform_seconds": schema.once_per_call(seconds, len(rows), pa.float64())})
 
 
-def transform_pictures(
+def decode_rows(
     rows: pa.Table,
     config: PreprocessingConfig,
     crops: Iterable[images.Crop] | None = None,
     shapes: Iterable[images.Shape] | None = None,
+    decode: Decode = images.decode_all,
+    excluded: Excluded | None = None,
 ) -> list[images.DecodedImage]:
-    """`images.make_pixels` of each raw row, in a child process; a row that cannot be used has only a reason.
-
-    Rows that `config.leave_out` lists are rejected before anything is decoded.
-    """
+    """The image of each raw row; a row that cannot be used has only a reason. Arguments: as of `transform`."""
     raw = rows.select([inputs.ID, inputs.CAPTION, inputs.IMAGE, inputs.ERROR]).to_pylist()
-    left_out = exclusions.reject_reasons(config.leave_out, rows[inputs.ID], (row[inputs.IMAGE] for row in raw))
-    reasons = [reason or row_reason(row) for row, reason in zip(raw, left_out, strict=True)]
+    excluded_B = excluded(rows[inputs.ID], [row[inputs.IMAGE] for row in raw]) if excluded else [False] * len(raw)
+    reasons = [EXCLUDED if out else row_reason(row) for row, out in zip(raw, excluded_B, strict=True)]
     crops, shapes = crops or itertools.repeat(images.center_crop), shapes or itertools.repeat(None)
     calls = [(row[inputs.IMAGE], crop, shape) for row, crop, shape in zip(raw, crops, shapes, strict=False)]
-    decode = isolated.decoder(storage.join(config.storage, LOST))
     tried = [call for call, reason in zip(calls, reasons, strict=True) if not reason]
     decoded = iter(decode(tried, config.shapes))
     return [images.DecodedImage({}, reason) if reason else next(decoded) for reason in reasons]

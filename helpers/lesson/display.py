@@ -155,7 +155,7 @@ def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> lis
     good = []
     for start in range(0, len(rows), num_rows):
         some = rows.slice(start, num_rows)
-        done = stages.transform_pictures(some, config)
+        done = stages.decode_rows(some, config)
         good += [row for row, made in zip(some.to_pylist(), done, strict=True) if not made.reason]
         if len(good) >= num_rows:
             break

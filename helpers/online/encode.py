@@ -70,6 +70,7 @@ def transform_for_epoch(
     units_per_epoch: int,
     seed: int = 0,
     caption_shares: Sequence[float] = (1.0,),
+    **options: Any,
 ) -> pa.Table:
     """`stages.transform` with crops and captions that depend on (seed, epoch, id): fixed for a row in one epoch.
 
@@ -82,6 +83,7 @@ def transform_for_epoch(
             is 1, every crop is the centre crop. `horizontal_flip` mirrors half of the pictures.
         units_per_epoch, caption_shares: as in the plan.
         seed: the run's.
+        options: `decode` and `excluded` of `stages.transform`.
     """
     units = rows[UNIT].to_numpy()
     is_used, epochs = units >= 0, (np.maximum(units, 0) // units_per_epoch).tolist()
@@ -93,7 +95,7 @@ def transform_for_epoch(
     errors = pc.if_else(pa.array(is_used), rows[inputs.ERROR], PADS)
     raw = rows.set_column(rows.column_names.index(inputs.ERROR), inputs.ERROR, errors)
     raw = schema.choose_captions(raw, numbers)
-    done = stages.transform(raw, config=config, crops=crops, shapes=shapes)
+    done = stages.transform(raw, config=config, crops=crops, shapes=shapes, **options)
     return done.append_column(UNIT, rows[UNIT]).append_column(KEEP, pa.array(is_used))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import pyarrow as pa
 import torch
@@ -13,49 +14,56 @@ from .. import storage
 from ..config import TrainingConfig, first_difference
 from ..encode import encoder, prepare, stages
 from ..encode.job import Segment, segment_entry
-from ..latents import held_out, schema
+from ..latents import held_out
 from ..latents.manifest import Manifest, add_up, read_files, read_manifest, read_segments, write_manifest
-from ..latents.plan import CHUNK_BYTES
+from ..raw import inputs
 from . import index
 from .config import OnlineConfig
 from .encode import INDEX
 
 
 def prepare_run(
-    config: OnlineConfig, training: TrainingConfig, guard: contextlib.AbstractContextManager | None = None
+    config: OnlineConfig,
+    training: TrainingConfig,
+    guard: contextlib.AbstractContextManager | None = None,
+    transform: Callable[..., pa.Table] = stages.transform,
 ) -> tuple[Manifest, OnlineConfig]:
     """Check and index a run's raw data; returns its manifest, and `config` with the commits of its models.
 
     The manifest is written to `training.latents_uri`. The index is built by a Ray Data job if Ray is connected, else in
-    this process. Encodes an empty caption and, once, the rows held out for validation. `guard`: entered while the
-    folder is written (`production.lease.hold`). Raises FileNotFoundError or ValueError that says what to change.
+    this process. Encodes an empty caption and, once, the rows held out for validation. Raises FileNotFoundError or
+    ValueError that says what to change.
+
+    Args:
+        guard: entered while the folder is written (`production.lease.hold`).
+        transform: `stages.transform`, or a partial of it, for the held-out rows.
     """
     uri, share = training.latents_uri, training.validation_share
     earlier = read_if_there(uri)
-    found = prepare.check(config, earlier and {**earlier.job, "encoder": earlier.encoder})
-    config = found.config
+    config = prepare.derive(config, earlier and earlier.encoder)
+    paths, listing = inputs.list_inputs(config)
+    parameters, description = prepare.describe_input(config, paths, listing), prepare.describe_encoder(config)
     with guard or contextlib.nullcontext():
-        key, reports = index.build_index(storage.join(uri, INDEX), found.paths, found.listing, config, share)
+        key, reports = index.build_index(storage.join(uri, INDEX), paths, listing, config, share)
         segment = segment_of(key, reports)
         if segment["read"] == 0:
-            raise ValueError(f"The input holds no rows ({len(found.paths)} files): give other data.")
-        row_bytes, largest = sum(found.listing.values()) / segment["read"], max(report["largest"] for report in reports)
+            raise ValueError(f"The input holds no rows ({len(paths)} files): give other data.")
+        row_bytes, largest = sum(listing.values()) / segment["read"], max(report["largest"] for report in reports)
         job = {
-            **found.parameters,
+            **parameters,
             "validation_share": share,
             "online": config.to_dict(),
             "raw_row_bytes": round(row_bytes + pixel_bytes(config)),
             "raw_group_bytes": round(largest * row_bytes),
         }
-        resolutions, id_type = list(config.resolutions), str(found.id_type)
-        manifest = Manifest.of([segment], **found.description, resolutions=resolutions, id_type=id_type, job=job)
-        check_row_groups(manifest, config)
+        resolutions, id_type = list(config.resolutions), parameters["id_type"]
+        manifest = Manifest.of([segment], **description, resolutions=resolutions, id_type=id_type, job=job)
         validation_uri = storage.join(uri, held_out.FOLDER)
         if not is_same_data(read_if_there(uri), manifest):
             storage.delete(validation_uri)
             write_manifest(uri, manifest, [segment])
         if share and read_if_there(validation_uri) is None:
-            write_validation(manifest, config, training)
+            write_validation(manifest, config, training, transform)
     return manifest, config
 
 
@@ -70,27 +78,14 @@ def read_if_there(latents_uri: str) -> Manifest | None:
 def is_same_data(earlier: Manifest | None, manifest: Manifest) -> bool:
     """Whether two manifests describe the same rows and encoder.
 
-    Parameters that change neither rows nor encoder, such as the number of workers, are not compared. Counts of the
-    input's files are not compared either, because they include files that are not read.
+    Parameters that change neither rows nor encoder, such as the number of workers, are not compared.
     """
 
     def comparable(manifest: Manifest) -> dict:
-        job = {name: value for name, value in manifest.job.items() if name not in ("online", "input_files")}
+        job = {name: value for name, value in manifest.job.items() if name != "online"}
         return {**dataclasses.asdict(manifest), "job": job}
 
     return earlier is not None and first_difference(comparable(earlier), comparable(manifest)) is None
-
-
-def check_row_groups(manifest: Manifest, config: OnlineConfig) -> None:
-    """Print a warning if `read_ahead_bytes` does not hold a large row group for each bucket, and one more."""
-    largest = manifest.job["raw_group_bytes"]
-    buckets = sum(not name.startswith(schema.HELD_OUT) for name in manifest.buckets)
-    if largest > CHUNK_BYTES // 4 and config.read_ahead_bytes < (buckets + 1) * largest:
-        print(
-            f"Row groups have up to {largest / 2**20:,.0f} MiB, and read_ahead_bytes={config.read_ahead_bytes} keeps "
-            f"{config.read_ahead_bytes // largest} of them: each may be read several times an epoch. With "
-            f"{(buckets + 1) * largest} it would be read once for each of the {buckets} buckets that it has rows of."
-        )
 
 
 def segment_of(key: str, reports: list[dict]) -> dict:
@@ -112,7 +107,9 @@ def pixel_bytes(config: OnlineConfig) -> int:
     return max(3 * width * height for width, height in itertools.chain.from_iterable(config.shapes.values()))
 
 
-def write_validation(manifest: Manifest, config: OnlineConfig, training: TrainingConfig) -> None:
+def write_validation(
+    manifest: Manifest, config: OnlineConfig, training: TrainingConfig, transform: Callable[..., pa.Table]
+) -> None:
     """Encode the first held-out rows, without augmentation, into a small latents folder of their own."""
     uri, num_rows = training.latents_uri, held_out.NUM_ROWS
     latents_uri, arguments = storage.join(uri, held_out.FOLDER), prepare.encoder_arguments(config, num_captions=1)
@@ -123,7 +120,7 @@ def write_validation(manifest: Manifest, config: OnlineConfig, training: Trainin
         segment = dataclasses.replace(segment, rows=len(rows))
         # On a CPU, use all threads: nothing else runs in this process yet.
         latent_encoder = encoder.LatentEncoder(**arguments, num_threads=torch.get_num_threads())
-        encoded = latent_encoder(stages.transform(rows, config=config))
+        encoded = latent_encoder(transform(rows, config=config))
         report = stages.write_latents(
             encoded,
             latents_uri=latents_uri,

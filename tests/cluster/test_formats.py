@@ -171,7 +171,7 @@ def test_a_pattern_gives_the_files_that_match_it(tmp_path):
 
 def test_a_job_over_a_pattern_knows_its_files_again(input_folders, tmp_path):
     config = PreprocessingConfig(storage=str(tmp_path), input_uri=f"{input_folders['parquet']}/*.parquet")
-    job = prepare.check(config)
+    job = prepare.prepare_job(config)
     assert sorted(job.listing) == ["0.parquet", "1.parquet"]
     assert job.listing == {name: (input_folders["parquet"] / name).stat().st_size for name in job.listing}
 

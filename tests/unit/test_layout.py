@@ -29,15 +29,7 @@ NOT_YET = {
     ("train.setup", "production.data.exclusions"),
     ("train.sources", "production.data.exclusions"),
     ("online.index", "production.readers.detect"),
-    ("online.prepare", "production.lease"),
     ("raw.inputs", "production.readers.detect"),
-    ("encode.stages", "production.data.exclusions"),
-    ("encode.stages", "production.decode.isolated"),
-    ("encode.prepare", "production.readers.detect"),
-    ("encode.prepare", "production.data.exclusions"),
-    ("encode.prepare", "production.checks.inputs"),
-    ("encode.job", "production.data.exclusions"),
-    ("encode.job", "production.lease"),
 }
 
 

@@ -19,17 +19,12 @@ from helpers import sample
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, prepare
 from helpers.encode.captions import caption_ids, load_tokenizer, tokenize
-from helpers.encode.job import Job
 from helpers.evaluate import validation_loss
 from helpers.latents import held_out, manifest, read, schema
-from helpers.latents.manifest import DataSets
-from helpers.lesson import display
 from helpers.model import diffusion
 from helpers.model.denoisers import load_denoiser_config
 from helpers.online import prepare as prepare_online
 from helpers.online.config import OnlineConfig
-from helpers.production.checks.training import mixture_fits
-from helpers.train import start
 from helpers.train.step import TrainStep, Unit
 from tests import pipelines
 from tests.latents import plan_for, read_steps, refuse
@@ -100,16 +95,16 @@ def test_masked_text_is_that_of_single_captions_without_padding(model, text):
 
 
 def test_captions_are_prepared_as_the_stock_pipeline_prepares_prompts(model):
-    text = "T5GemmaEncoder"
     prompts = ["  A RED Circle&amp;amp;", "sch\u00c3\u00b6n &quot;blue&quot; "]
-    parts = {"tokenizer": load_tokenizer(model(text=text)), "vae": encoder.load_vae(model())}
-    parts |= {"text_encoder": encoder.load_text_encoder(model(text=text)), "transformer": None, "scheduler": None}
+    folder = model(text="T5GemmaEncoder")
+    parts = {"tokenizer": load_tokenizer(folder), "vae": encoder.load_vae(model())}
+    parts |= {"text_encoder": encoder.load_text_encoder(folder), "transformer": None, "scheduler": None}
     drawing = PRXPipeline(**parts)
     drawing.tokenizer.model_max_length = 24
     stock, mask, *_ = drawing.encode_prompt(
         prompts, do_classifier_free_guidance=False, skip_text_cleaning=True, device=torch.device("cpu")
     )
-    config = config_of(model(text=text), maximum_tokens=stock.shape[1], text_cleaning="ftfy")
+    config = config_of(folder, maximum_tokens=stock.shape[1], text_cleaning="ftfy")
     ids_BL = caption_ids(prompts, config)
     with torch.no_grad():
         found = encoder.last_states(parts["text_encoder"], torch.from_numpy(ids_BL))
@@ -183,9 +178,8 @@ def training(storage, **values):
 def test_a_job_stores_what_its_encoders_give_and_units_hold_it(model, tmp_path, vae, text):
     """Two captions a row, and each unit's rows have the tokens of the one that its epoch draws; bit by bit."""
     options = {"latents": LATENTS[vae], "maximum_tokens": 16}
-    raw = {**write_raw(tmp_path), "caption_column": ["short", "long"], "text_cleaning": "ftfy"}
-    config = config_of(model(vae, text), **raw, **options)
-    made, rows = encode(config)
+    raw = {**write_raw(tmp_path), "caption_column": ["short", "long"], "unet_config": "tiny-transformer"}
+    made, rows, config = encode(config_of(model(vae, text), **raw, **options))
     assert made.text_cleaning == "ftfy" and made.embeddings.ragged and made.embeddings.shape == (16, WIDTH)
     assert made.vae_class == vae and made.text_encoder_class == text
     assert made.stored_row_bytes < 1.2 * sum(len(value) for value in rows.slice(0, 1).to_pylist()[0].values())
@@ -215,7 +209,7 @@ def test_dropped_and_masked_rows_are_trained_with_the_empty_caption_and_its_mask
     model, tmp_path, unet_config, monkeypatch
 ):
     """So no row is without a token, which attention could not be computed over."""
-    made, _ = encode(config_of(model(), **write_raw(tmp_path), caption_column="short", maximum_tokens=16))
+    made, *_ = encode(config_of(model(), **write_raw(tmp_path), caption_column="short", maximum_tokens=16))
     assert made.empty_mask.sum() == 1 and made.empty_caption[0].any() and not made.empty_caption[1:].any()
     state = TrainStep(training(str(tmp_path), unet_config=unet_config, caption_dropout=0.5), made)
     seen, row_losses = [], diffusion.row_losses
@@ -258,7 +252,7 @@ def test_an_online_run_trains_on_what_a_job_would_store(model, tmp_path, unet_co
     assert np.isfinite([loss for loss, _ in found]).all()
     rows = held_out.of_run(run.run_uri, run.proportions, run.largest_resolution)
     assert np.isfinite(validation_loss(state.denoiser, made, rows, run)).all()
-    stored, _ = encode(dataclasses.replace(config_of(model(), **options), latents_uri=str(tmp_path / "latents")))
+    stored, *_ = encode(dataclasses.replace(config_of(model(), **options), latents_uri=str(tmp_path / "latents")))
     on_the_way = pa.concat_tables(pipelines.read_alone(plan, 3, raw))
     on_the_way, folder = on_the_way.filter(on_the_way[read.KEEP]), pq.read_table(f"{made_uri(tmp_path)}/data")
     both = set(on_the_way["id"].to_pylist()) & set(folder["id"].to_pylist())
@@ -274,77 +268,39 @@ def test_an_online_run_trains_on_what_a_job_would_store(model, tmp_path, unet_co
 def test_autoencoder_and_text_encoder_may_be_from_two_models(model, tmp_path):
     folders = {"vae_model": model("AutoencoderDC"), "text_encoder_model": model(text="T5GemmaEncoder")}
     config = config_of("no/such-model", **write_raw(tmp_path), latents="mean", caption_column="short", **folders)
-    made, rows = encode(config)
+    made, rows, _ = encode(config)
     assert (made.vae_model, made.text_encoder_model) == tuple(folders.values())
-    assert made.encoder.keys() - {"model", "revision", "precision", "vae_class", "text_encoder_class"} == {
-        "text_encoder_model",
-        "text_encoder_revision",
-    }
     text, _ = made.embeddings.decode(rows["caption_embeddings"].slice(0, 4))
     ids_BL = caption_ids(rows["caption"].to_pylist()[:4], config)
     expected, _ = encoder.LatentEncoder(folders["text_encoder_model"]).encode_captions(ids_BL)
     np.testing.assert_allclose(text, expected, rtol=1e-3, atol=2e-3)
-    same = config_of(model(), vae_model=model(), text_encoder_model=model())
-    assert prepare.describe_encoder(same)["encoder"] == prepare.describe_encoder(config_of(model()))["encoder"]
-
-
-def test_jobs_of_earlier_versions_go_on_and_other_text_is_another_job(tmp_path):
-    """They knew no class, no shift, no maximum and no cleaning, and recorded how captions were stored."""
-    options = {**write_raw(tmp_path), "caption_column": "short"}
-    checked = prepare.check(config_of("tiny-sd", **options))
-    assert not {"maximum_tokens", "text_cleaning"} & checked.parameters.keys()
-    assert checked.parameters["text_precision"] == "fp16"
-    assert checked.description["encoder"].keys() == {"model", "revision", "precision"}
-    made, _ = encode(config_of("tiny-sd", **options))
-    assert (made.vae_class, made.text_encoder_class, made.text_cleaning) == ("AutoencoderKL", "CLIPTextModel", "none")
-    values = json.loads(json.dumps(dataclasses.asdict(made)))
-    del values["shift_factor"]
-    for column in values["columns"]:
-        del column["ragged"]
-    assert manifest.Manifest.from_dict(values) == manifest.read_manifest(made_uri(tmp_path))
-    data = manifest.DataSets({made_uri(tmp_path): made}, {made_uri(tmp_path): 1.0})
-    assert "shift_factor" not in start.describe_data(data)[0]
-    job = Job(made_uri(tmp_path) + "2", checked.parameters, checked.description, list, pa.string())
-    job.check_same(json.loads(json.dumps(job.parameters)))
-    other = prepare.check(config_of("tiny-sd", **options, maximum_tokens=12, text_cleaning="ftfy"))
-    with pytest.raises(ValueError, match="maximum_tokens=None, not 12|text_cleaning=None, not 'ftfy'"):
-        dataclasses.replace(job, parameters=other.parameters).check_same(job.parameters)
 
 
 @pytest.mark.parametrize(
     ("denoiser", "changes", "wanted"),
     [
-        ("sd2-base", {}, (None, "none")),
-        ("tiny-transformer", {}, (24, "ftfy")),
-        ("tiny-transformer", {"maximum_tokens": 12}, (12, "ftfy")),
+        ("sd2-base", {}, (None, "none", 64)),
+        ("tiny-transformer", {}, (24, "ftfy", 16)),
+        ("tiny-transformer", {"maximum_tokens": 12}, (12, "ftfy", 16)),
     ],
 )
-def test_a_job_that_is_told_the_denoiser_encodes_the_captions_that_it_takes(tmp_path, denoiser, changes, wanted):
-    """No one has to know them; the training's check has nothing against captions and encoders."""
+def test_what_follows_from_the_denoiser_is_derived_and_recorded(tmp_path, denoiser, changes, wanted):
+    """No one has to know it; the training's check has nothing against captions and encoders."""
     options = {**write_raw(tmp_path), "caption_column": "short", "unet_config": denoiser, **changes}
-    checked = prepare.check(config_of("tiny-sd", **options))
-    assert (checked.config.maximum_tokens, checked.config.text_cleaning) == wanted
-    assert checked.parameters.get("maximum_tokens") == wanted[0]
-    if denoiser != "sd2-base":  # whose captions are wider
-        made, _ = encode(config_of("tiny-sd", **options))
+    if denoiser == "sd2-base":  # whose captions are wider
+        derived = prepare.derive(config_of("tiny-sd", **options))
+    else:
+        made, _, derived = encode(config_of("tiny-sd", **options))
         refuse(made, training(str(tmp_path), unet_config=denoiser), "/data")
+        names = ("maximum_tokens", "text_cleaning", "size_multiple")
+        assert tuple(made.job[name] for name in names) == wanted
+    assert (derived.maximum_tokens, derived.text_cleaning, derived.size_multiple) == wanted
 
 
 def test_an_unknown_denoiser_or_encoder_is_one_sentence_before_a_job_starts(tmp_path):
-    options = {**write_raw(tmp_path), "caption_column": "short"}
-    with pytest.raises(ValueError, match="^unet_config='huge' is unknown: choose "):
-        prepare.check(config_of("tiny-sd", **options, unet_config="huge"))
-    with pytest.raises(ValueError, match="^encoder_model='.*' holds no model in diffusers layout"):
-        prepare.check(config_of(str(tmp_path), **options, unet_config="tiny-transformer"))
-
-
-def test_more_shapes_than_compiling_takes_are_said_before_a_job_starts(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(prepare, "COMPILED_SHAPES", 2)
-    options = {**write_raw(tmp_path), "caption_column": "short", "aspect_ratios": [0.5, 1, 2], "size_multiple": 8}
-    prepare.check(config_of("tiny-sd", **options))
-    assert "compile_encoder" not in capsys.readouterr().out
-    prepare.check(config_of("tiny-sd", **options, compile_encoder=True))
-    assert "compile_encoder=True compiles for 2 shapes, and resolutions and aspect_ratios" in capsys.readouterr().out
+    for model, denoiser, said in (("tiny-sd", "huge", "unet_config='huge'"), (str(tmp_path), "tiny", "encoder_model=")):
+        with pytest.raises(ValueError, match=said):
+            prepare.derive(config_of(model, unet_config=denoiser))
 
 
 def overflowing(folder, **options):
@@ -365,7 +321,7 @@ def test_a_vae_that_forces_fp32_overflows_neither_in_encoding_nor_in_sampling(tm
     for forced in (True, False):
         model = overflowing(tmp_path / str(forced), force_upcast=forced)
         half = encoder.LatentEncoder(model)
-        half.vae, half.dtype = encoder.load_vae(model, torch.float16), torch.float16
+        half.vae = encoder.load_vae(model, torch.float16)
         assert half.vae.dtype == (torch.float32 if forced else torch.float16)
         assert half.moments(pixels).isfinite().all() == forced
         vae = type(half.vae).from_pretrained(f"{model}/vae", dtype=torch.float16)
@@ -382,19 +338,6 @@ def test_a_vae_that_says_nothing_of_fp32_is_encoded_with_in_fp16(model, tmp_path
     path.write_text(json.dumps(values))
     assert encoder.load_vae(str(folder), torch.float16).dtype == torch.float16
     assert encoder.load_vae(model(), torch.float16).dtype == encoder.load_vae(str(folder)).dtype == torch.float32
-
-
-def test_an_online_run_of_an_earlier_version_goes_on(tmp_path):
-    """Its parameters say too that captions are in fp16."""
-    raw = config_of("tiny-sd", OnlineConfig, **write_raw(tmp_path), caption_column="short")
-    run = training(str(tmp_path), latents_uri=str(tmp_path / "online"))
-    made, _ = prepare_online.prepare_run(raw, run)
-    earlier = dataclasses.replace(made, job={**made.job, "online": {**made.online, "text_precision": "fp16"}})
-    manifest.write_manifest(run.latents_uri, earlier, manifest.read_segments(run.latents_uri))
-    begun = start.describe_data(manifest.DataSets.open(run.proportions))
-    prepare_online.prepare_run(raw, run)
-    start.check_same_data(run, begun, start.describe_data(manifest.DataSets.open(run.proportions)))
-    assert len(display.first_captions(run, 2)) == 2
 
 
 def test_what_a_config_of_an_early_version_leaves_out_has_the_defaults_of_its_class(tmp_path):
@@ -418,45 +361,16 @@ def test_models_and_parameters_that_do_not_fit_are_one_sentence(model, tmp_path)
         value = "AutoencoderTiny" if name == "_class_name" else ["transformers", "BertModel"]
         path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
     refused = [
-        (
-            {"vae_model": strange},
-            "has an autoencoder of class AutoencoderTiny, and this code takes AutoencoderKL, Auto",
-        ),
-        (
-            {"text_encoder_model": strange},
-            "has a text encoder of class BertModel, and this code takes CLIPTextModel, T",
-        ),
-        ({"vae_model": model("AutoencoderDC")}, "^latents='moments', and .* has an AutoencoderDC, which has none: use"),
-        (
-            {"vae_model": model("AutoencoderDC"), "latents": "mean", "resolutions": [36]},
-            "halves 3 times: use multiples of 8",
-        ),
-        (
-            {"maximum_tokens": 25},
-            "^maximum_tokens=25 comes to captions of 25 tokens, and tokenizer and text encoder of .* take 24",
-        ),
-        (
-            {"vae_model": str(tmp_path)},
-            r"^vae_model='.*' or encoder_model='tiny-sd' holds no model in diffusers layout",
-        ),
+        ({"vae_model": strange}, "AutoencoderTiny"),
+        ({"text_encoder_model": strange}, "BertModel"),
+        ({"vae_model": model("AutoencoderDC")}, "latents='moments'"),
+        ({"vae_model": model("AutoencoderDC"), "latents": "mean", "resolutions": [36]}, "multiples of 8"),
+        ({"maximum_tokens": 25}, "maximum_tokens=25"),
+        ({"vae_model": str(tmp_path)}, "vae_model='.*' or encoder_model='tiny-sd'"),
     ]
     for changes, message in refused:
         with pytest.raises(ValueError, match=message):
-            prepare.describe_encoder(config_of("tiny-sd", **changes))
-    with pytest.raises(
-        ValueError, match="^vae_revision='v1' is that of a hub id, and vae_model=None is none: leave it"
-    ):
-        PreprocessingConfig(vae_revision="v1")
-
-
-def test_mixtures_of_other_statistics_or_text_are_refused(build_manifest):
-    for change, message in (
-        ({"shift_factor": 0.2}, r"differ in shift_factor \(0.2 and 0.0\)"),
-        ({"job": {"validation_share": 0.0, "text_cleaning": "ftfy"}}, r"differ in text_cleaning \(ftfy and none\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            mixed = DataSets({"/a": build_manifest(), "/b": build_manifest(**change)}, {})
-            start.refuse(TrainingConfig(), mixed, [mixture_fits])
+            prepare.derive(config_of("tiny-sd", **changes))
 
 
 def test_a_t5_tokenizer_may_be_a_sentencepiece_model_alone_as_it_was_published(tmp_path):

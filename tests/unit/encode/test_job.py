@@ -16,9 +16,9 @@ from ray.exceptions import (
 from helpers import storage
 from helpers.config import PreprocessingConfig
 from helpers.encode import prepare
-from helpers.encode.job import TIMELINE, Job, Segment, timeline
+from helpers.encode.job import Job, Segment
 
-ROWS = 10
+ROWS, MODELS = 10, {"model": "tiny-sd", "text_encoder_model": "tiny-sd"}
 LOST = {
     "actor": ActorDiedError(),
     "worker": WorkerCrashedError(),
@@ -36,8 +36,13 @@ WRONG = {
 def job_of(folder, parameters=None, **changes):
     return Job(
         str(folder),
-        {"resolutions": [32], **(parameters or {})},
-        {"encoder": {}, "columns": [], "scaling_factor": 1.0, "empty_caption_embedding": ""},
+        {"resolutions": [32], "validation_share": 0.0, **(parameters or {})},
+        {
+            "encoder": {"model": "tiny-sd", "text_encoder_model": "tiny-sd"},
+            "columns": [],
+            "scaling_factor": 1.0,
+            "empty_caption_embedding": "",
+        },
         plan=lambda: [Segment(0, ["a"], ROWS), Segment(1, ["b"], ROWS)],
         id_type=pa.int64(),
         **changes,
@@ -107,45 +112,21 @@ def test_an_error_that_would_come_again_ends_the_job(tmp_path, error):
     assert begun == [0] and not job.written_files()
 
 
-def test_a_finished_job_reads_its_list_of_files_once_and_again_where_it_is_run(tmp_path, monkeypatch):
-    """The list of a large data set takes minutes."""
+def test_a_finished_job_encodes_nothing(tmp_path):
     pipeline, begun = failing(job := job_of(tmp_path), [])
-    manifest, read, names = job.run(pipeline), storage.read_json, []
-    monkeypatch.setattr(storage, "read_json", lambda uri, *more: names.append(storage.name(uri)) or read(uri, *more))
+    manifest = job.run(pipeline)
     again = job_of(tmp_path)
-    assert names.count("files.json") == 1 and again.segments == job.segments
-    assert again.run(pipeline) == manifest and names.count("files.json") == 2 and begun == [0, 1]
+    assert again.segments == job.segments and again.run(pipeline) == manifest and begun == [0, 1]
 
 
-LIST = {"leave_out": {"sha256": "0" * 64, "entries": 3}}
-
-
-def test_a_list_of_which_no_row_was_found_is_said_when_the_job_ends(tmp_path, capsys):
-    job = job_of(tmp_path, LIST)
-    assert job.run(failing(job, [])[0]).job.items() > LIST.items()
-    assert capsys.readouterr().out == "leave_out: none of its 3 ids or sums was found in the rows that were read.\n"
-
-
-def test_a_finished_job_takes_another_list_and_an_unfinished_one_does_not(tmp_path, capsys):
-    pipeline, begun = failing(job := job_of(tmp_path, max_failures=0), [None, LOST["actor"]])
-    with pytest.raises(RuntimeError, match="segment 1 failed"):
-        job.run(pipeline)
-    message = r"made with other parameters \(leave_out=None, not {'sha256': '0+', 'entries': 3}\): give another"
-    with pytest.raises(ValueError, match=message):
-        job_of(tmp_path, LIST)
-    manifest = job_of(tmp_path).run(pipeline)
-    capsys.readouterr()
-    assert job_of(tmp_path, LIST).run(pipeline) == manifest and begun == [0, 1, 1]
-    said = f"leave_out is not the list that {tmp_path} was encoded with: its rows stay as they are, and training masks"
-    assert capsys.readouterr().out.startswith(said)
-    with pytest.raises(ValueError, match=r"made with other parameters \(resolutions="):
-        job_of(tmp_path, {**LIST, "resolutions": [64]})
-
-
-def test_a_job_of_an_earlier_version_is_not_gone_on_with(tmp_path):
+def test_a_job_with_other_parameters_or_of_an_earlier_version_is_not_gone_on_with(tmp_path):
     job = job_of(tmp_path)
-    storage.write_json(job.uri("segments", "job.json"), {"resolutions": [32]})
-    with pytest.raises(ValueError, match=r"made with other parameters \(schema_version=None, not 5\): give another"):
+    job.save()
+    with pytest.raises(ValueError, match=r"latents_uri='.*' was begun with resolutions=\[32\], not \[64\]"):
+        job_of(tmp_path, {"resolutions": [64]})
+    uri = job.uri("segments", "job.json")
+    storage.write_json(uri, {"parameters": {**job.parameters, "schema_version": 4}, "segments": []})
+    with pytest.raises(ValueError, match="schema_version=4, not 5"):
         job_of(tmp_path)
 
 
@@ -156,21 +137,6 @@ def test_rows_that_nothing_accounts_for_are_not_committed(tmp_path):
     with pytest.raises(RuntimeError, match="Segment 1: 11 rows read, 10 written and 0 rejected; the rest is unacc"):
         job.run(pipeline)
     assert list(job.committed()) == [0] and len(job.written_files()) == 1
-
-
-def calls_of(spans):
-    return [{"encoder": name, "started": start, "ended": end, "rows": rows} for name, start, end, rows in spans]
-
-
-def test_the_timeline_says_when_encoders_computed():
-    one = calls_of([("a", 100.0, 101.0, 10), ("a", 101.5, 103.0, 30), ("a", 103.0, 104.0, 5)])
-    assert timeline(one) == [[0, 1, 10], [1, 0.5, 10], [2, 1, 20], [3, 1, 5]]
-    two = calls_of([("a", 0.0, 4.0, 8), ("b", 2.0, 4.0, 4)])  # the second one joins later
-    assert timeline(two) == [[0, 0.5, 2], [1, 0.5, 2], [2, 1, 4], [3, 1, 4]]
-    assert timeline(calls_of([("a", 1.0, 1.5, 9)])) == []  # too short
-    long = timeline(calls_of([("a", second, second + 0.9, 9) for second in range(1000)]))
-    assert len(long) == TIMELINE
-    assert all(0.85 < share < 0.95 and 8.5 < rate < 9.5 for _, share, rate in long)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +154,6 @@ def test_what_needs_no_data_is_refused_before_data_is_looked_at(changes, sentenc
     began = PreprocessingConfig(**given)
     prepare.check_early(began)
     if "encoder_model" not in changes and "multiples" not in sentence:
-        job_of(began.latents_uri, began.fixed("rows", "latents")).save()
+        job_of(began.latents_uri, prepare.derive(began).fixed("rows", "latents")).save()
     with pytest.raises(ValueError, match=sentence):
         prepare.check_early(PreprocessingConfig(**{**given, **changes}))

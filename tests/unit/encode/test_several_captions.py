@@ -11,16 +11,13 @@ import pytest
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.latents import schema
-from helpers.latents.manifest import DataSets, Manifest
 from helpers.latents.plan import draw_caption
 from helpers.latents.read import latents_reader
 from helpers.online import encode as online
 from helpers.online import prepare as prepare_online
 from helpers.online.config import OnlineConfig
-from helpers.production.checks.training import mixture_fits
 from helpers.production.readers import detect
 from helpers.raw import inputs
-from helpers.train import start
 from tests.latents import plan_for, read_steps, receive_steps, refuse, write_job
 from tests.unit.raw.test_index import picture
 
@@ -41,24 +38,27 @@ def raw_table(num_rows=NUM_ROWS):
 def write_raw(folder, table=None):
     (folder / "raw").mkdir()
     pq.write_table(raw_table() if table is None else table, folder / "raw" / "0.parquet", row_group_size=32)
-    return {"storage": str(folder), "input_uri": str(folder / "raw"), "resolutions": [32]}
+    columns = {"input_format": "parquet", "image_column": "jpg", "id_column": "hash"}
+    return {"storage": str(folder), "input_uri": str(folder / "raw"), "resolutions": [32], **columns}
 
 
 def encode(config):
-    """A job without Ray: all rows in one file."""
-    checked = prepare.check(config)
-    rows = inputs.to_raw_rows(detect.first_rows(checked.config, NUM_ROWS), checked.config)
+    """A job without Ray, all rows in one file: `(manifest, stored rows, the job's config)`."""
+    job = prepare.prepare_job(config)
+    config = job.config
+    rows = inputs.to_raw_rows(detect.first_rows(config, NUM_ROWS), config)
     encoded = encoder.LatentEncoder(**prepare.encoder_arguments(config))(stages.transform(rows, config=config))
-    fields = {"id_type": "string", "job": checked.parameters, **checked.description}
+    fields = {"id_type": "string", "job": job.parameters, **job.description}
     manifest = write_job(config.latents_uri, len(rows), [encoded], **fields)
-    return manifest, pq.read_table(f"{config.latents_uri}/data")
+    return manifest, pq.read_table(f"{config.latents_uri}/data"), config
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     """(config, manifest, stored rows) of two captions a row."""
     config = PreprocessingConfig(**write_raw(tmp_path_factory.mktemp("captions")), caption_column=["short", "long"])
-    return config, *encode(config)
+    manifest, rows, _ = encode(config)
+    return config, manifest, rows
 
 
 def training(folder, **changes):
@@ -87,7 +87,7 @@ def test_all_captions_of_a_row_are_stored_and_a_row_with_fewer_repeats_its_own(s
 
 def test_captions_in_a_column_of_lists_are_stored_like_those_of_several_columns(tmp_path):
     config = PreprocessingConfig(**write_raw(tmp_path), caption_column="all", max_captions=2)
-    _, rows = encode(config)
+    _, rows, _ = encode(config)
     for row in rows.to_pylist():
         number = int(row["id"].split()[1])
         first = f"{LONG} {number}" if number % 3 else f"{SHORT} {number}"
@@ -98,7 +98,6 @@ def test_a_row_without_any_caption_is_rejected_with_its_reason(tmp_path):
     table = raw_table(4).set_column(2, "short", pa.array(["one", "", None, None]))
     table = table.set_column(3, "long", pa.array([None, " ", "two", None]))
     config = PreprocessingConfig(**write_raw(tmp_path, table), caption_column=["short", "long"])
-    config = detect.detect(config).config
     rows = stages.transform(inputs.to_raw_rows(detect.first_rows(config, 4), config), config=config)
     assert rows["reason"].to_pylist() == ["", "empty caption", "", "no caption"]
     assert rows["caption"].to_pylist()[:3:2] == rows["caption_2"].to_pylist()[:3:2] == ["one", "two"]
@@ -132,24 +131,11 @@ def test_any_number_of_workers_resumes_with_the_same_captions(stored, num_worker
     assert steps_of(plan, 5, end, num_workers) == {step: undisturbed[step] for step in range(5, end)}
 
 
-def test_a_reader_reads_the_columns_of_the_drawn_caption_alone(stored, monkeypatch):
-    plan, read, asked = plan_for(training(stored[0].storage)), pq.ParquetFile.read_row_group, []
-
-    def noted(self, group, columns, **options):
-        asked.append([name for name in columns if name.startswith("caption")])
-        return read(self, group, columns=columns, **options)
-
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
-    steps_of(plan, 0, 12 * plan.steps_per_epoch)  # so many draws for each row group
-    both = [["caption", "caption_embeddings"], ["caption_2", "caption_embeddings_2"]]
-    assert sorted(set(map(tuple, asked))) == sorted(map(tuple, both))
-
-
 def online_rows(folder, **changes):
     """`(config, transformed rows of the first epoch, encoded rows)` of an online run."""
     values = {**write_raw(folder), "caption_column": ["short", "long"], **changes}
     raw, run = OnlineConfig(**values), training(str(folder), latents_uri=str(folder / "online"), validation_share=0)
-    _, raw = prepare_online.prepare_run(raw, run)
+    prepare_online.prepare_run(raw, run)
     plan = plan_for(run)
     blocks = pa.concat_tables(read_steps(plan, functools.partial(online.read_raw, config=raw))).combine_chunks()
     draws = {"units_per_epoch": plan.units_per_epoch, "caption_shares": plan.caption_shares}
@@ -165,29 +151,16 @@ def test_online_each_epoch_encodes_one_drawn_caption_of_a_row(tmp_path):
     assert 0.15 < long.mean() < 0.55  # a half of two thirds
 
 
-def test_captions_that_cannot_be_used_are_refused_in_one_sentence(stored, tmp_path):
+def test_captions_that_cannot_be_used_are_refused_in_one_sentence(stored):
     config, manifest, _ = stored
-
-    def check(**changes):
-        detect.detect(PreprocessingConfig(storage=config.storage, input_uri=config.input_uri, **changes))
-
-    with pytest.raises(ValueError, match="max_captions=3, and caption_column='short' holds string"):
-        check(caption_column="short", max_captions=3)
-    with pytest.raises(ValueError, match="names several columns, and 'all' holds lists"):
-        check(caption_column=["short", "all"])
-    with pytest.raises(ValueError, match="caption_column='none' is not a column"):
-        check(caption_column=["short", "none"])
-    with pytest.raises(ValueError, match="must name one column, or several different ones"):
-        PreprocessingConfig(caption_column=["short", "short"])
-    with pytest.raises(ValueError, match="max_captions=2 is for a column of lists"):
-        PreprocessingConfig(caption_column=["short", "long"], max_captions=2)
-    with pytest.raises(ValueError, match="add up to 1.2"):
-        TrainingConfig(caption_shares=[0.4, 0.8])
+    refused = [
+        ({"caption_column": "short", "max_captions": 3}, "max_captions=3"),
+        ({"caption_column": ["short", "all"]}, "'all' holds lists"),
+        ({"caption_column": ["short", "none"]}, "caption_column='none'"),
+    ]
+    for changes, said in refused:
+        with pytest.raises(ValueError, match=said):
+            detect.detect(PreprocessingConfig(storage=config.storage, input_uri=config.input_uri, **changes))
     run = training(config.storage, caption_shares=[0.2, 0.3, 0.5])
     with pytest.raises(ValueError, match="has 3 numbers, and .* holds 2 captions a row"):
         refuse(manifest, run)
-    other = Manifest.from_dict(
-        json.loads(json.dumps({**manifest.__dict__, "columns": [*map(vars, manifest.columns[:-1])]}))
-    )
-    with pytest.raises(ValueError, match=r"mixes b with a, which differ in num_captions \(1 and 2\)"):
-        start.refuse(TrainingConfig(), DataSets({"a": manifest, "b": other}, {}), [mixture_fits])

@@ -14,14 +14,18 @@ from helpers.raw import inputs
 STAGES = """
 import sys, tempfile
 import pyarrow as pa
-from helpers.config.notebook import PreprocessingConfig
-from helpers.encode import online, stages
+from helpers.config import PreprocessingConfig
+from helpers.encode import stages
 from helpers.latents import schema
+from helpers.online import encode as online
+from helpers.production.data.exclusions import Exclusions
+from helpers.production.decode import isolated
 from helpers.raw import inputs
 
 config = PreprocessingConfig(resolutions=[32])
 columns = {inputs.ID: [1], inputs.CAPTION: ["a caption"], inputs.IMAGE: [b"broken"], inputs.ERROR: [None]}
-rows = stages.transform(pa.table({**columns, inputs.SOURCE: ["a"]}), config=config)
+options = {"decode": isolated.decoder(tempfile.mkdtemp()), "excluded": Exclusions().is_excluded}
+rows = stages.transform(pa.table({**columns, inputs.SOURCE: ["a"]}), config=config, **options)
 calls = pa.array([{"started": 0.0, "ended": 0.0}])
 stages.write_latents(
     rows.append_column("encoder_call", calls).append_column("image_latents_32", pa.nulls(1, pa.binary(256))),

@@ -125,7 +125,7 @@ def test_a_holder_renews_its_file(folder):
 
 
 def test_a_job_that_another_driver_took_over_deletes_nothing(folder):
-    description = {"encoder": {}, "columns": []}
+    description = {"encoder": {"model": "tiny-sd", "text_encoder_model": "tiny-sd"}, "columns": []}
     job = Job(folder, {"resolutions": [32]}, description, plan=lambda: [Segment(0, ["a"], 1)], id_type=None)
     job.save()
     written = pathlib.Path(folder, "data", "000000-0123456789ab.parquet")  # of a segment that the other one does

@@ -80,7 +80,7 @@ def config_of(uri, kind=PreprocessingConfig, **parameters):
 
 def rows_of(uri, **parameters):
     """{id: (caption, reason)} of all rows, by checks, readers and transform, without Ray."""
-    checked, found = prepare.check(config_of(uri, **parameters)), []
+    checked, found = prepare.prepare_job(config_of(uri, **parameters)), []
     config = checked.config
     reader, columns = inputs.reader(config), inputs.used_columns(config)
     paths = [path for segment in job.plan_segments(checked.paths, config) for path in segment.paths]

@@ -272,12 +272,12 @@ def test_places_count_through_a_whole_file(tmp_path):
 def test_a_resumed_job_keeps_what_it_began_with(tmp_path):
     path = write(tmp_path / "p", **{"a.parquet": table(key=["x", "y"])})
     config = config_of(path, id_column="key")
-    parameters = prepare.check(config).parameters
+    parameters = prepare.prepare_job(config).parameters
     left_open = dataclasses.replace(config, id_column=None)
-    assert prepare.check(left_open).config.id_column == "hash"
-    assert prepare.check(left_open, begun=parameters).config.id_column == "key"
+    assert prepare.prepare_job(left_open).config.id_column == "hash"
+    assert detect.look(left_open, parameters).config.id_column == "key"
     write(path, **{"b.parquet": table("34", key=["z", "w"])})  # another input
-    assert prepare.check(left_open, begun=parameters).config.id_column == "hash"
+    assert detect.look(left_open, parameters).config.id_column == "hash"
 
 
 # ---- every file is accounted for
@@ -329,7 +329,7 @@ def test_a_file_that_cannot_be_read_is_left_out_counted_and_named(tmp_path, caps
         path = write(tmp_path / str(number), **{f"a{end}": good[f"a{end}"], damaged: data, f"c{end}": good[f"a{end}"]})
         assert len(rows_of(path)) == 2
         assert f"{path}/{damaged} cannot be read, and is left out." in capsys.readouterr().out
-        checked = prepare.check(config_of(path))
+        checked = prepare.prepare_job(config_of(path))
         (segment,) = job.plan_segments(checked.paths, checked.config)
         entry = job.segment_entry(segment, [])
         manifest = Manifest.of(

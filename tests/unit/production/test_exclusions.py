@@ -1,0 +1,214 @@
+"""Excluded rows: what a list holds, and where its rows are missed: encoding, training, validation. No Ray."""
+
+import hashlib
+import io
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from helpers import storage
+from helpers.config import PreprocessingConfig, TrainingConfig
+from helpers.encode import stages
+from helpers.latents import held_out, schema
+from helpers.latents.manifest import read_manifest
+from helpers.latents.read import latents_reader
+from helpers.production.data.exclusions import Exclusions
+from helpers.production.extras import choose
+from helpers.raw import inputs
+from helpers.train.step import TrainStep, Unit
+from tests.latents import SHAPES, plan_for, receive_steps, write_job
+
+SPECS = [schema.ColumnSpec(name, SHAPES[name]) for name in ("image_latents_64", schema.EMBEDDINGS)]
+SUM = hashlib.sha256(b"a picture").hexdigest()
+
+
+@pytest.fixture
+def make_list(tmp_path):
+    """A function that writes a list: a text's bytes, or a Parquet file's columns; returns its path."""
+
+    def write(content, name="list"):
+        path = tmp_path / name
+        path.write_bytes(content) if isinstance(content, bytes) else pq.write_table(pa.table(content), path)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"7\na b\nä\n{SUM}\n".encode(),
+        f"\ufeff  {SUM}\r\n7\r\n\r\na b\r\nä".encode(),
+        {"why": [1, 2, 3, 4, 5], "id": ["7", "a b", None, "ä", SUM]},
+        {"id": pa.array(["7", "a b", "ä", SUM]).dictionary_encode()},
+    ],
+    ids=["text", "text of Windows", "Parquet", "Parquet with a dictionary"],
+)
+def test_a_list_is_a_text_or_a_parquet_file(make_list, content):
+    listed = Exclusions(make_list(content))
+    values = [7, "7", "a b", "ä", SUM, "07", "a", "", None, -7]
+    assert listed.is_excluded(values).tolist() == [True] * 5 + [False] * 5
+    assert listed.record()["exclusions"]["entries"] == 4 and listed.is_excluded([]).tolist() == []
+
+
+def test_numbers_and_sums_as_bytes_are_compared_as_text(make_list):
+    numbers = Exclusions(make_list({"id": pa.array([3, 2**62], pa.int64())}, "numbers"))
+    assert numbers.is_excluded([3, "3", 2**62, 4]).tolist() == [True, True, True, False]
+    sums = Exclusions(make_list({"sha256": pa.array([bytes.fromhex(SUM)], pa.binary(32))}, "sums"))
+    assert sums.is_excluded([SUM, SUM[1:]]).tolist() == [True, False]
+
+
+BAD = {
+    "no file": None,
+    "no id": b"\n \r\n",
+    "not UTF-8": b"\xff\xd8\xff\xe0 JFIF",
+    "cut short": b"PAR1 cut short",
+    "other columns": {"key": [1], "why": ["x"]},
+    "floats": {"id": [1.5]},
+}
+
+
+@pytest.mark.parametrize("content", BAD.values(), ids=list(BAD))
+def test_a_list_that_cannot_be_used_is_refused_where_it_is_chosen(make_list, tmp_path, content):
+    path = str(tmp_path / "list") if content is None else make_list(content)
+    with pytest.raises(ValueError, match="^exclusions='.*list' (cannot be read|holds no id)") as error:
+        choose({"exclusions": Exclusions()}, {"exclusions": {"uri": path}})
+    assert "\n" not in str(error.value)
+
+
+def test_a_list_that_changes_under_a_run_is_noticed(make_list):
+    sent = pickle.dumps(Exclusions(make_list(b"1\n")))
+    make_list(b"2\n")
+    with pytest.raises(ValueError, match="has changed"):
+        pickle.loads(sent).is_excluded([1])
+    assert not Exclusions().is_excluded([1, 2]).any() and Exclusions().record() == {}
+
+
+def test_threads_of_a_process_read_a_list_once(make_list, monkeypatch):
+    listed, read, reads, second = Exclusions(make_list(b"5\n")), storage.read_bytes, [], threading.Event()
+
+    def read_while_another_may(uri):
+        reads.append(uri)
+        second.set() if reads.count(uri) > 1 else second.wait(0.2)
+        return read(uri)
+
+    monkeypatch.setattr(storage, "read_bytes", read_while_another_may)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda row_id: listed.is_excluded([row_id]).item(), [5] * 8))
+    assert found == [True] * 8 and reads.count(listed.uri) == 1
+
+
+def picture(color):
+    data = io.BytesIO()
+    Image.new("RGB", (40, 40), color).save(data, "PNG")
+    return data.getvalue()
+
+
+def test_listed_rows_are_rejected_before_they_are_decoded(make_list, tmp_path):
+    """By id, whatever else is wrong with the row, or by the image's sum, in capitals too; others are as before."""
+    pictures = [picture((number, 0, 0)) for number in range(5)]
+    columns = {
+        inputs.ID: [10, 11, 12, 13, 14],
+        inputs.CAPTION: ["a", "b", "c", None, "e"],
+        inputs.IMAGE: [*pictures[:3], None, pictures[4]],
+        inputs.ERROR: [None, None, None, "gone", None],
+        inputs.SOURCE: ["f"] * 5,
+    }
+    sums = [hashlib.sha256(data).hexdigest() for data in pictures]
+    listed = Exclusions(make_list(f"11\n13\n{sums[2]}\n{sums[4].upper()}\n".encode()))
+    config, raw = PreprocessingConfig(storage=str(tmp_path), resolutions=[32]), pa.table(columns)
+    before, done = (stages.transform(raw, config=config, excluded=one) for one in (None, listed.is_excluded))
+    assert done[schema.REASON].to_pylist() == ["", *["excluded"] * 4]
+    same = [name for name in done.column_names if name != "transform_seconds"]
+    assert done.select(same)[:1].equals(before.select(same)[:1])
+    assert done["pixels_32"].null_count == 4 and done["caption"].to_pylist() == ["a", "", "", "", ""]
+
+
+# ---- training
+
+
+def write_latents(uri, build_latents, num_rows=80, seed=0, share=0.2, job=None):
+    rows = build_latents(num_rows, seed).drop_columns(["image_latents_32"])
+    more = {schema.REASON: [""] * num_rows, schema.SOURCE: ["a"] * num_rows, "note": [""] * num_rows}
+    more |= {"encoder_call": pa.nulls(num_rows, pa.struct([])), "transform_seconds": pa.nulls(num_rows, pa.float64())}
+    table = pa.table({**{name: rows[name] for name in rows.column_names}, **more})
+    tables = [table[: num_rows // 2], table[num_rows // 2 :]]
+    encoder = {"model": "tiny-sd", "revision": "0", "precision": "fp32"}
+    write_job(str(uri), num_rows, tables, SPECS, "int64", share, job=job, encoder=encoder)
+    return str(uri)
+
+
+@pytest.fixture
+def config(tmp_path, build_latents):
+    uri = write_latents(tmp_path / "latents", build_latents)
+    values = {"storage": str(tmp_path), "latents_uri": uri, "global_batch_size": 8, "units_per_step": 2}
+    return TrainingConfig(**values, validation_share=0.2, max_steps=20, warmup_steps=2)
+
+
+def excluding(make_list, ids):
+    return Exclusions(make_list("".join(f"{row_id}\n" for row_id in ids).encode()))
+
+
+def received(config, listed=None, first_step=0, num_workers=1):
+    """The units of two epochs' steps from `first_step` on, in order."""
+    plan = plan_for(config)
+    read = latents_reader(plan, listed and listed.is_excluded)
+    steps = receive_steps(plan, read, first_step, 2 * plan.steps_per_epoch, num_workers)
+    return [rows for units in steps for rows in units.values()]
+
+
+@pytest.mark.parametrize("first_step", [0, 5])
+def test_listed_rows_are_masked_and_every_other_row_of_every_batch_is_as_before(config, make_list, first_step):
+    """Also of a run that begins to use the list at a later step, on other workers."""
+    ids = [3, 17, 40, 79]
+    before = received(config)[2 * first_step :]
+    now = received(config, excluding(make_list, [*ids, "unknown"]), first_step, num_workers=2)
+    masked = []
+    for one, other in zip(before, now, strict=True):
+        assert one.drop_columns("keep").equals(other.drop_columns("keep")) and all(one["keep"].to_pylist())
+        assert other["keep"].to_pylist() == [row_id not in ids for row_id in other["id"].to_pylist()]
+        masked += other.filter(pc.invert(other["keep"]))["id"].to_pylist()
+    assert set(masked) <= set(ids) and len(masked) >= 2
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_masked_row_changes_no_bit_of_the_losses_of_others(config, make_list):
+    listed = excluding(make_list, range(0, 80, 5))
+    manifest, plan = read_manifest(config.latents_uri), plan_for(config)
+    state, num_masked = TrainStep(config, manifest), 0
+    for one, other in list(zip(received(config), received(config, listed), strict=True))[:3]:
+        units = [Unit.from_arrow(rows, manifest, plan.latents_at(0), 0) for rows in (one, other)]
+        losses, masked = (state.row_losses(unit, 3).detach().numpy() for unit in units)
+        keep = units[1].keep_U.numpy()
+        assert np.array_equal(losses[keep], masked[keep]) and (masked[~keep] == 0).all()
+        num_masked += np.count_nonzero(~keep)
+    assert num_masked > 0
+
+
+def test_held_out_rows_are_dropped_too(config, make_list):
+    where = config.run_uri, config.proportions, config.largest_resolution
+    withheld = held_out.of_run(*where)["id"].to_pylist()
+    is_excluded = excluding(make_list, withheld[:3]).is_excluded
+    assert held_out.of_run(*where, is_excluded)["id"].to_pylist() == withheld[3:]
+
+
+def test_a_list_of_which_no_id_is_in_the_latents_is_refused(config, make_list, tmp_path, build_latents):
+    """Rejected rows count too, and latents that were encoded with the list hold none of its rows."""
+    excluding(make_list, [SUM, 79]).check_found([config.latents_uri])
+    wrong = excluding(make_list, [SUM, 1000])
+    with pytest.raises(ValueError, match=r"none of its 2 entries is an id in .*latents, where ids are such as \d+"):
+        wrong.on_driver(config)
+    other = write_latents(tmp_path / "other", build_latents, job={"validation_share": 0.2, **wrong.record()})
+    wrong.check_found([other])
+    assert wrong.record(other) == wrong.record() and Exclusions().record(other) == wrong.record()
+    (tmp_path / "latents/rejects").mkdir()
+    rejected = {"id": [1000], "reason": [stages.EXCLUDED], "source": ["a"]}
+    pq.write_table(pa.table(rejected), tmp_path / "latents/rejects/000000.parquet")
+    wrong.check_found([config.latents_uri])
