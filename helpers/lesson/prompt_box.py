@@ -17,14 +17,16 @@ from .side_by_side import enlarged_png
 
 
 class PromptBox(widgets.VBox):
-    """Draws a picture of what is typed, and of the same prompt from other noise.
+    """Draws an image of what is typed, and of the same prompt from other noise.
 
-    Raises FileNotFoundError if the run has no pipeline yet.
+    `sampling`: steps and guidance_scale, as for `sample.generate`. Raises FileNotFoundError if the run has no pipeline
+    yet.
     """
 
-    def __init__(self, config: TrainingConfig):
+    def __init__(self, config: TrainingConfig, **sampling: float):
         super().__init__()
         self.config, self.uri, self.seed = config, storage.join(config.run_uri, "pipeline"), 0
+        self.sampling = sampling
         if not storage.exists(self.uri):
             raise FileNotFoundError(
                 f"run_name={config.run_name!r} has no pipeline in {self.uri}: run the cells that train it and the cell "
@@ -42,9 +44,8 @@ class PromptBox(widgets.VBox):
 
     def draw(self, prompt: str, seed: int = 0) -> np.ndarray:
         """(H, W, 3) uint8."""
-        sampling = {"steps": self.config.sampling_steps, "guidance_scale": self.config.guidance_scale}
         resolution = self.config.largest_resolution
-        (picture,) = generate(self.pipeline, [prompt], resolution=resolution, seed=seed, **sampling)
+        (picture,) = generate(self.pipeline, [prompt], resolution=resolution, seed=seed, **self.sampling)
         return picture
 
     def show(self, _=None) -> None:

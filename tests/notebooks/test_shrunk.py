@@ -17,8 +17,9 @@ from tests.pipelines import evaluated
 
 PREPROCESSING, TRAINING, ONLINE, EVALUATION, SCALING = NOTEBOOKS
 DATA = {"limit": 200, "validation_share": 0.1}
-RUN = {"max_steps": 4, "warmup_steps": 1, "checkpoint_every": 2, "global_batch_size": 16}
-RUN |= {"extras": evaluated(2), "validation_share": 0.1}
+TWO = [f"a large {shape} at the top on a blue background" for shape in ("red circle", "white square")]
+RUN = {"max_steps": 4, "warmup_steps": 1, "checkpoint_every": 2, "global_batch_size": 16, "validation_share": 0.1}
+RUN |= {"extras": {"evaluate": {"every": 2, "prompts": TWO, "sampling_steps": 2}}}
 SHRUNK = {PREPROCESSING: DATA, TRAINING: RUN, ONLINE: {**DATA, **RUN}, EVALUATION: {}, SCALING: {}}
 MAIN = [PREPROCESSING, TRAINING, ONLINE]
 READS = {PREPROCESSING: [], TRAINING: MAIN[:1], ONLINE: MAIN[:1], EVALUATION: MAIN[:2], SCALING: MAIN}
