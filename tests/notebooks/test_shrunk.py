@@ -13,7 +13,6 @@ import pytest
 from tests import preloaded
 from tests.execute_notebooks import NOTEBOOKS, ROOT
 from tests.faults import slow
-from tests.pipelines import evaluated
 
 PREPROCESSING, TRAINING, ONLINE, EVALUATION, SCALING = NOTEBOOKS
 DATA = {"limit": 200, "validation_share": 0.1}
