@@ -24,7 +24,7 @@ def finished_job(request, tmp_path_factory):
     """
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "encoded"
-    config = PreprocessingConfig(storage=str(folder), dollars_per_hour=2.5, validation_share=0.05)
+    config = PreprocessingConfig(storage=str(folder), validation_share=0.05)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             request.getfixturevalue("cluster")

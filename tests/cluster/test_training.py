@@ -56,7 +56,7 @@ def test_metrics_have_a_line_a_step_and_documented_columns(run):
     assert [line["step"] for line in lines if line["checkpoint_seconds"] > 0] == [11, 21, 31]
     speed = speed_summary({"first": read_metrics(config.run_uri)}).loc["first"]
     assert np.isnan(speed["MFU"]) or 0 < speed["MFU"] < 1.5  # NaN where the peak of the hardware is not known
-    assert 0 <= speed["checkpoints"] < 0.5 and np.isnan(speed["communication"])  # no `profile_step`
+    assert 0 <= speed["checkpoints"] < 0.5 and np.isnan(speed["communication"])
     assert all(np.isfinite(line["loss"]) and 0 <= line["data_wait_share"] <= 1 for line in lines)
     seen = [line["samples_seen"] for line in lines]
     assert all(b - a <= config.global_batch_size for a, b in zip(seen, seen[1:], strict=False))

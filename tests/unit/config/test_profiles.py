@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from helpers import config as parameters
-from helpers import notebook, storage
+from helpers import notebook as helpers_notebook
+from helpers import storage
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import prepare
 from helpers.lesson import estimates, full_run
@@ -222,10 +223,10 @@ def test_the_head_of_a_full_run_builds_no_unet(notebook):
 def test_the_executed_notebook_is_kept_with_the_run(tmp_path, monkeypatch):
     written, at_exit = tmp_path / "executed.ipynb", []
     set_by_papermill = {"PAPERMILL_OUTPUT_PATH": str(written)}
-    monkeypatch.setattr(notebook.atexit, "register", at_exit.append)
+    monkeypatch.setattr(helpers_notebook.atexit, "register", at_exit.append)
     for shell in (None, types.SimpleNamespace(user_ns=set_by_papermill)):
-        monkeypatch.setattr(notebook, "get_ipython", lambda shell=shell: shell)
-        notebook.keep_executed_notebook(str(tmp_path / "run"))
+        monkeypatch.setattr(helpers_notebook, "get_ipython", lambda shell=shell: shell)
+        helpers_notebook.keep_executed_notebook(str(tmp_path / "run"))
     written.write_text("the whole notebook")
     (copy,) = at_exit
     copy()
