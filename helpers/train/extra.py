@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from ..config import TrainingConfig
-
 if TYPE_CHECKING:
     import torch
 
+    from ..config import TrainingConfig
     from .loop import Run
     from .step import Unit
 

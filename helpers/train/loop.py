@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 import ray.train
@@ -13,12 +13,14 @@ import ray.train.torch
 import torch
 
 from .. import distributed, storage
-from ..config import TrainingConfig
-from ..latents.manifest import Manifest
 from . import checkpoint, run_folder
 from .extra import Extra
 from .metrics import MetricsLog, StepLog
 from .step import TrainStep, Unit, choose_kernels
+
+if TYPE_CHECKING:
+    from ..config import TrainingConfig
+    from ..latents.manifest import Manifest
 
 
 class Source(Protocol):

@@ -13,13 +13,15 @@ import re
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray.train
 from pyarrow import fs
 
 from .. import storage
-from ..config import TrainingConfig
+
+if TYPE_CHECKING:
+    from ..config import TrainingConfig
 
 PROGRESS = "progress.json"  # in every checkpoint, written last: {"step", "files": sizes, "checksums"}
 DAMAGED = "damaged.json"  # in a checkpoint that is not used any more: why

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -17,12 +18,14 @@ from torch.backends import cuda
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..config import TrainingConfig
 from ..distributed import sum_over_ranks, world_size
 from ..latents import schema
-from ..latents.manifest import Manifest
 from ..model import diffusion
 from ..model.sharding import autocast, build_model, synchronise_gradients
+
+if TYPE_CHECKING:
+    from ..config import TrainingConfig
+    from ..latents.manifest import Manifest
 
 MAX_NORM = 1.0  # gradients are clipped to it
 

@@ -59,6 +59,11 @@ def straight(run):
 ONE_WORKER = {"num_training_workers": 1, "strategy": "ddp"}
 
 
+def watched(timeout):
+    """`extras` of a run that is not evaluated, whose watchdog waits for so many seconds."""
+    return {"evaluate": None, "watchdog": {"timeout": timeout}}
+
+
 def run_of(run, name, **changes):
     values = {**TWO_WORKERS, "max_failures": 10, **changes}
     return short_run(run[0].storage, name, **values)
@@ -79,7 +84,7 @@ def test_a_run_to_which_everything_happens_is_the_undisturbed_one(run, straight,
 
     Of the restarts that `max_failures` allows, those of workers count.
     """
-    config = run_of(run, "unlucky", max_failures=3, hang_timeout=30)
+    config = run_of(run, "unlucky", max_failures=3, extras=watched(30))
     run_driver(f"""
         config = TrainingConfig(**{config.to_dict()!r})
         die_when(lambda: steps_done(config) >= 33 and is_listed(config, 30))
@@ -102,7 +107,7 @@ def test_a_run_to_which_everything_happens_is_the_undisturbed_one(run, straight,
     said = capsys.readouterr().out
     assert f"{newest} cannot be used: its file {file} has 1,000 bytes of" in said
     assert "lost: checkpoint-000000030-003 cannot be used: its file __" in said
-    assert ".distcp is damaged at byte" in said and "resumes from checkpoint-000000020-001." in said
+    assert ".distcp is damaged after byte" in said and "resumes from checkpoint-000000020-001." in said
     assert any("made no step in" in failure for failure in run_folder.read_failures(config.run_uri))
     torn = storage.join(config.run_uri, run_folder.checkpoint_name(30, 4))
     assert "bytes of" in run_folder.find_corruption(torn)
@@ -137,8 +142,8 @@ def stream_that_dies(plan, first_step, end_step):
 
 @slow
 def test_a_run_whose_data_kills_its_reader_each_time_ends_after_max_failures(run):
-    """Before a group's first step, which may compile, `hang_timeout` counts ten times."""
-    config = run_of(run, "unreadable", **ONE_WORKER, hang_timeout=2, max_failures=1)
+    """Before a group's first step, which may compile, the watchdog's timeout counts ten times."""
+    config = run_of(run, "unreadable", **ONE_WORKER, extras=watched(2), max_failures=1)
     with pytest.raises(ray.train.TrainingFailedError):
         fit(config, stream=stream_that_dies)
     failures = run_folder.read_failures(config.run_uri)
@@ -149,7 +154,7 @@ def test_a_run_whose_data_kills_its_reader_each_time_ends_after_max_failures(run
 @slow
 def test_compiling_another_size_and_slow_uploads_are_no_hang(run):
     """A worker of a busy machine may also need seconds to answer Ray Train, which waits as long."""
-    config = run_of(run, "slow", **ONE_WORKER, hang_timeout=12, max_failures=0, max_steps=15, checkpoint_every=5)
+    config = run_of(run, "slow", **ONE_WORKER, extras=watched(12), max_failures=0, max_steps=15, checkpoint_every=5)
     fit(config, loop=loop_with_slow_parts(16))
     assert attempts_of(config) == [1] and run_folder.read_failures(config.run_uri) == []
 
@@ -158,7 +163,7 @@ def test_compiling_another_size_and_slow_uploads_are_no_hang(run):
 def test_a_nan_ends_a_run_at_once(run):
     """Ray Train would start the workers four times, to meet the same NaN at the same step."""
     config = run_of(run, "not-finite", max_failures=3)
-    sentence = "^The loss at step 13 is nan: check the latents, .* than max_skipped_steps=0.$"
+    sentence = "^The loss at step 13 is nan"
     with pytest.raises(RuntimeError, match=sentence), monitor.monitor_run(config):
         fit(config, loop=loop_with_nan(13))
     assert attempts_of(config) == [1] and steps_done(config) == 13 and run_folder.last_step(config) == 10
