@@ -22,7 +22,7 @@ from helpers.model.denoisers import build_denoiser
 from helpers.notebook import interruptible
 from helpers.online import encode as online
 from helpers.production import lease, monitor
-from helpers.production.data import exclusions
+from helpers.production.data.exclusions import Exclusions
 from helpers.sample import pipeline_of_run
 from helpers.train import loop as train_loop
 from helpers.train import metrics
@@ -132,6 +132,7 @@ def build_pipeline(job, transform=stages.transform, latent_encoder=encoder.Laten
         PREPROCESSING,
         "pipeline",
         job=job,
+        extras=job.config.extras,
         stages=stand_in(stages, transform=transform),
         encoder=stand_in(encoder, LatentEncoder=latent_encoder),
     )
@@ -178,10 +179,9 @@ def short_run(storage_uri, name, **changes):
     )
 
 
-def read_alone(plan, num_steps, raw=None, seed=0, leave_out=""):
+def read_alone(plan, num_steps, raw=None, seed=0, is_excluded=None):
     """Yield the rows of a run's first steps without Ray; those of an online run, from `raw`, are encoded as its are."""
-    is_listed = functools.partial(exclusions.is_listed, leave_out)
-    read = functools.partial(online.read_raw, config=raw) if raw else latents_reader(plan, is_listed)
+    read = functools.partial(online.read_raw, config=raw) if raw else latents_reader(plan, is_excluded)
     tables = read_steps(plan, read, 0, num_steps)
     if raw is None:
         yield from tables
@@ -221,7 +221,8 @@ def bare(config, prepare=None, raw=None):
     alone = TrainStep(config, manifest)
     if prepare:
         prepare(alone)
-    tables = read_alone(plan, config.max_steps, raw, config.seed, config.leave_out)
+    excluded = Exclusions(**(config.extras.get("exclusions") or {}))
+    tables = read_alone(plan, config.max_steps, raw, config.seed, excluded.is_excluded)
     return train_alone(alone, manifest, plan, tables, range(config.max_steps))
 
 

@@ -27,7 +27,6 @@ from ..latents.manifest import DataSets, Manifest, read_manifest
 from ..latents.parquet import read_parquet
 from ..latents.read import example_rows
 from ..online.config import OnlineConfig
-from ..production.data import exclusions
 from ..production.extras import scores
 from ..production.readers import detect
 from ..raw import filters, images, inputs, readers
@@ -207,14 +206,8 @@ def read_rejects(latents_uri: str, max_files: int | None = None) -> pd.DataFrame
 
 
 def read_run_rejects(run_uri: str) -> pd.DataFrame:
-    """The bad rows that a run found, each once: a frame with columns id, reason, source.
-
-    If `leave_out` lists none of the rows that the run has encoded, a sentence is printed.
-    """
-    rejects = read_rejects(run_uri).drop_duplicates().reset_index(drop=True)
-    if used := read_config(run_uri).get("leave_out"):
-        exclusions.say_if_unused(used[-1]["list"], rejects["reason"])
-    return rejects
+    """The bad rows that a run found, each once: a frame with columns id, reason, source."""
+    return read_rejects(run_uri).drop_duplicates().reset_index(drop=True)
 
 
 def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa.Table:

@@ -10,7 +10,6 @@ With `timestep_sampling="uniform"` they share timesteps too; with importance sam
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,7 +81,8 @@ def batches(config: TrainingConfig) -> Iterator[list[Unit]]:
     data, steps = DataSets.open(config.proportions), range(config.max_steps)
     plan = load_plan(data, config)
     chunks = plan.chunk_range(0, len(steps))
-    read = latents_reader(plan, functools.partial(exclusions.is_listed, config.leave_out))
+    excluded = exclusions.Exclusions(**(config.extras.get("exclusions") or {}))
+    read = latents_reader(plan, excluded.is_excluded)
     options = {"first_chunk": chunks.start, "first_step": 0, "end_step": len(steps), "read": read}
     blocks = read_chunks({"id": range(len(chunks))}, plan=plan, **options)
     for step, units in zip(steps, worker_units(blocks, plan, steps, 0, 1), strict=True):

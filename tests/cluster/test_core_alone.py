@@ -1,4 +1,4 @@
-"""With online/, production/ and lesson/ deleted, the core still encodes, trains, loses a worker, goes on and samples."""
+"""The core encodes, trains, loses a worker, goes on and samples, with online/, production/ and lesson/ deleted."""
 
 import pathlib
 import shutil

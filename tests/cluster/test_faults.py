@@ -267,7 +267,7 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     by_id, by_picture = [passed[0], passed[-1]], [passed[1], passed[-2]]
     listed = [str(row["hash"]) for row in by_id] + [hashlib.sha256(row["jpg"]).hexdigest() for row in by_picture]
     (tmp_path / "list").write_text("\n".join(listed))
-    config = dataclasses.replace(config, leave_out=str(tmp_path / "list"))
+    config = dataclasses.replace(config, extras={"exclusions": {"uri": str(tmp_path / "list")}})
     run_driver(f"""
         config = PreprocessingConfig(**{config.to_dict()!r})
         job = prepare.prepare_job(config, rows_per_segment=40)
@@ -293,4 +293,4 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     assert sorted(sum((pq.read_table(path)["id"].to_pylist() for path in files), [])) == sorted(wanted)
     counts = [manifest.read, manifest.written, manifest.filtered]
     assert counts == [70, len(wanted), 70 - len(passed)] and 0 < len(wanted) < 70
-    assert manifest.rejected == {"left out by id": 2, "left out by picture": 2}
+    assert manifest.rejected == {"excluded": 4}

@@ -287,12 +287,12 @@ def test_a_picture_that_kills_its_process_is_masked_and_listed(cluster, tmp_path
     pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(path)), path)
     listed = f"{rows[30]['hash']}\n{hashlib.sha256(rows[40]['jpg']).hexdigest()}\n"
     (tmp_path / "list").write_text(listed)
-    config = dataclasses.replace(config, leave_out=str(tmp_path / "list"))
+    config = dataclasses.replace(config, extras={"exclusions": {"uri": str(tmp_path / "list")}})
     run = run_of(config, "killing", max_steps=8, checkpoint_every=4, global_batch_size=16, validation_share=0.0)
     _, config = prepare.prepare_run(config, run)
     fit(run, stream=online_stream(config, transform=with_killing_pictures(online.transform_for_epoch)))
     bad, found = display.read_run_rejects(run.run_uri), metrics.read_metrics(run.run_uri)
-    reasons = {20: KILLED, 30: "left out by id", 40: "left out by picture"}
+    reasons = {20: KILLED, 30: "excluded", 40: "excluded"}
     assert dict(zip(bad["id"], bad["reason"], strict=True)) == {rows[row]["hash"]: reasons[row] for row in reasons}
     assert attempts_of(run) == [1] and found["step"].tolist() == list(range(1, 9))
     assert found["samples_seen"].tolist()[3::4] == [61, 122]

@@ -19,7 +19,6 @@ from ...latents.manifest import MEND, DataSets, read_segments
 from ...latents.plan import plan_run
 from ...model import denoisers
 from ...train import checkpoint, run_folder, start
-from ..data import exclusions
 
 LISTED_ROWS = 10**8  # a larger data set's files are not listed before a run: they are checked when they are read
 
@@ -68,25 +67,6 @@ def files_are_there(config: TrainingConfig, data: DataSets) -> Iterator[str]:
                 found = f"has {sizes[name]:,} bytes in place of {size:,}" if name in sizes else "is missing"
                 yield f"{storage.join(uri, 'data', name)} {found}: {MEND}."
                 return
-
-
-def exclusions_fit(config: TrainingConfig, data: DataSets) -> Iterator[str]:
-    """A sentence if none of the entries of `leave_out` is the id of a row of the stored latents.
-
-    The rows are not searched in three cases:
-        - A data set was encoded with the same list, so it holds none of the listed rows.
-        - A data set is encoded while the run trains on it.
-        - There are more than `LISTED_ROWS` rows.
-    """
-    manifests, used = data.manifests.values(), exclusions.record(config.leave_out)
-    encoded_with_it = any(manifest.job.get("leave_out") == used for manifest in manifests)
-    is_large = sum(manifest.written for manifest in manifests) > LISTED_ROWS
-    if not used or is_large or encoded_with_it or any(manifest.online for manifest in manifests):
-        return
-    try:
-        exclusions.check_found(config.leave_out, list(data.manifests))
-    except ValueError as error:
-        yield str(error)
 
 
 # ---- the denoiser
@@ -230,7 +210,6 @@ ALL: Sequence[start.Check] = (
     start.plan_is_filled,
     first_weights_fit,
     files_are_there,
-    exclusions_fit,
 )
 
 

@@ -66,7 +66,8 @@ def settle(evaluate: Evaluate, config: TrainingConfig) -> Evaluate:
     sample.choose_sampler(config, evaluate.sampler, evaluate.sampling_steps)
     if evaluate.validation_uri:
         validation_set.check(evaluate.validation_uri, config, data)
-    held_out_rows(config, functools.partial(exclusions.is_listed, config.leave_out))
+    excluded = exclusions.Exclusions(**(config.extras.get("exclusions") or {}))
+    held_out_rows(config, excluded.is_excluded)
     prompts = read_prompts(evaluate.prompts, data.text_encoder_model)
     clip_model = evaluate.clip_model and models.pin_model(evaluate.clip_model, parameter="clip_model")
     return dataclasses.replace(evaluate, prompts=prompts, clip_model=clip_model)
