@@ -59,6 +59,8 @@ class Shares:
             self.seen.append((time.monotonic(), used))
 
     def of_a_core(self):
+        if len(self.seen) < 2:  # the run was too short
+            return {}
         (begin, before), (end, after) = self.seen[0], self.seen[-1]
         shares = collections.Counter()
         for process, (command, seconds) in after.items():
