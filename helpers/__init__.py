@@ -15,7 +15,7 @@ The core: what a run needs. It imports nothing of online/, production/ and lesso
     encode/             encoder, captions (tokenizer), models (weights), stages of the pipeline, job, prepare
     latents/            schema (columns), manifest, plan (the order of rows), read
     model/              denoisers (U-Net, transformer), diffusion (noise, loss), sharding
-    train/              loop, step (optimizer, EMA), source of the steps, checkpoint, start, metrics
+    train/              loop, step (optimizer, EMA), source (of the steps), checkpoint, run_folder, start, metrics
     sample.py           images from a checkpoint (sampler, guidance); the exported pipeline
     evaluate.py         the held-out loss by noise level
 
