@@ -259,31 +259,3 @@ def throughput(metrics: pd.DataFrame, skip: int = WARM_UP) -> tuple[float, float
 
 def after_warm_up(metrics: pd.DataFrame, skip: int) -> pd.DataFrame:
     return metrics.iloc[min(skip, len(metrics) // 2) :]
-
-
-def speed_summary(metrics: dict[str, pd.DataFrame], skip: int = WARM_UP) -> pd.DataFrame:
-    """The speed of runs as a frame: one row per run of {name: metrics}.
-
-    The first `skip` steps are left out, as in `throughput`. Columns:
-        images/s: see `throughput`
-        a worker: images/s per worker
-        MFU: NaN without the `Meter`, or if the peak is not known
-        peak memory, GiB: NaN without the `Meter`
-        data: share of the elapsed time spent waiting for data
-        checkpoints: share of the elapsed time in pauses for checkpoints
-    """
-    rows = {}
-    for name, frame in metrics.items():
-        steps = after_warm_up(frame.reindex(columns=frame.columns.union(["mfu", "peak_memory_gib"])), skip)
-        seconds, paused = steps["step_seconds"], steps["checkpoint_seconds"].sum()
-        elapsed = seconds.sum() + paused
-        rate, waiting = throughput(frame, skip)
-        rows[name] = {
-            "images/s": rate,
-            "a worker": (steps["images_per_second_per_worker"] * seconds).sum() / elapsed,
-            "MFU": (steps["mfu"].astype(float) * seconds).sum(min_count=1) / elapsed,
-            "peak memory, GiB": steps["peak_memory_gib"].max(),
-            "data": waiting,
-            "checkpoints": paused / elapsed,
-        }
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("run")

@@ -24,9 +24,10 @@ from helpers.online.config import OnlineConfig
 from helpers.production import monitor
 from helpers.production.checks import training
 from helpers.production.extras import NAMES, evaluate, results, scores
+from helpers.production.extras.meter import speed_summary
 from helpers.train import checkpoint, run_folder
 from helpers.train.loop import train_loop_per_worker
-from helpers.train.metrics import read_metrics, speed_summary
+from helpers.train.metrics import read_metrics
 from tests.faults import die, is_evaluated, loop_with, once, slow, wait_until
 from tests.latents import plan_for
 from tests.pipelines import TWO_WORKERS, assert_bare, encode, evaluated, fit, short_run

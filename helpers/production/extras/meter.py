@@ -8,11 +8,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import diffusers
+import pandas as pd
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...model import denoisers
 from ...train.extra import Extra, Hook
+from ...train.metrics import WARM_UP, after_warm_up, throughput
 from . import validated
 
 if TYPE_CHECKING:
@@ -118,3 +120,31 @@ class Measure(Hook):
         rate = record["images_per_second_per_worker"]
         record["mfu"] = self.peak and self.flops(units[0].latents_spec.shape[1:]) * rate / self.peak
         record["peak_memory_gib"] = peak_memory(self.device) / 2**30
+
+
+def speed_summary(metrics: dict[str, pd.DataFrame], skip: int = WARM_UP) -> pd.DataFrame:
+    """The speed of runs with a `Meter`, as a frame: one row per run of {name: metrics}.
+
+    The first `skip` steps are left out, as in `throughput`. Columns:
+        images/s: see `throughput`
+        a worker: images/s per worker
+        MFU: NaN if the peak is not known
+        peak memory, GiB
+        data: share of the elapsed time spent waiting for data
+        checkpoints: share of the elapsed time in pauses for checkpoints
+    """
+    rows = {}
+    for name, frame in metrics.items():
+        steps = after_warm_up(frame, skip)
+        seconds, paused = steps["step_seconds"], steps["checkpoint_seconds"].sum()
+        elapsed = seconds.sum() + paused
+        rate, waiting = throughput(frame, skip)
+        rows[name] = {
+            "images/s": rate,
+            "a worker": (steps["images_per_second_per_worker"] * seconds).sum() / elapsed,
+            "MFU": (steps["mfu"].astype(float) * seconds).sum(min_count=1) / elapsed,
+            "peak memory, GiB": steps["peak_memory_gib"].max(),
+            "data": waiting,
+            "checkpoints": paused / elapsed,
+        }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("run")

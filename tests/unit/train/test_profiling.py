@@ -12,7 +12,8 @@ import torch.distributed as dist
 from helpers.config import TrainingConfig
 from helpers.lesson import ablations, estimates
 from helpers.production.extras import meter
-from helpers.train.metrics import StepLog, speed_summary, throughput
+from helpers.production.extras.meter import speed_summary
+from helpers.train.metrics import StepLog, throughput
 from tests.latents import refuse
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,14 +86,14 @@ def test_random_batches_fit_the_unet_and_are_dealt_to_ranks():
 
 
 STEP = {"step_seconds": 0.5, "images_per_second": 128.0, "images_per_second_per_worker": 64.0, "mfu": 0.4}
-STEP |= {"peak_memory_gib": 2.0, "data_wait_share": 0.1, "communication_share": 0.2, "checkpoint_seconds": 0.0}
+STEP |= {"peak_memory_gib": 2.0, "data_wait_share": 0.1, "checkpoint_seconds": 0.0}
 
 
 def test_the_summary_and_the_throughput_of_a_run_agree():
     """Rows over elapsed time, checkpoints included, without the first steps; the shares are of the same time."""
     changes = [
         {"images_per_second": 1.0, "data_wait_share": 0.9},  # warm-up
-        {"communication_share": None, "checkpoint_seconds": 1.0},
+        {"checkpoint_seconds": 1.0},
         {"images_per_second": 64.0, "images_per_second_per_worker": 32.0, "mfu": 0.2},  # half the rows are masked
         {},
     ]
@@ -102,13 +103,12 @@ def test_the_summary_and_the_throughput_of_a_run_agree():
     assert summary["images/s"] == rate == (64 + 32 + 64) / 2.5 and summary["a worker"] == rate / 2
     assert summary["MFU"] == pytest.approx(0.5 / 2.5) and summary["peak memory, GiB"] == 2
     assert summary["checkpoints"] == 1 / 2.5 and summary["data"] == waiting == pytest.approx(0.15 / 2.5)
-    assert summary["communication"] == pytest.approx(0.2 * 1.5 / 2.5)
 
 
 def test_what_was_not_measured_is_nan_in_the_summary():
-    metrics = pd.DataFrame([STEP | {"mfu": None, "communication_share": None}] * 3)
+    metrics = pd.DataFrame([STEP | {"mfu": None}] * 3)
     summary = speed_summary({"a": metrics}).loc["a"]
-    assert np.isnan(summary["MFU"]) and np.isnan(summary["communication"]) and summary["images/s"] == 128
+    assert np.isnan(summary["MFU"]) and summary["images/s"] == 128
 
 
 class Run:
