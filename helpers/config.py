@@ -98,7 +98,7 @@ PARAMETERS_PAGE = "helpers/docs/PARAMETERS.md, which lists all parameters and wh
 COMMIT = "REPLACE_WITH_COMMIT"  # in profiles: the commit of a model of the hub that is not known here
 # What may be given to a notebook: `checked` adds the fields of each class.
 NAMES = {"ray_address", "sections", "own_pictures", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
-NAMES |= {"other_pipeline", "other_prompts", "online_run_name"}  # of the lesson's other notebooks
+NAMES |= {"other_pipeline", "other_prompts", "clip_model", "online_run_name"}  # of the lesson's other notebooks
 
 
 def checked(cls: type) -> type:
@@ -401,11 +401,6 @@ def read_size(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isdigit() else key
 
 
-def resolve_run(run: str) -> str:
-    """A run's folder as an absolute path or URI; a run's name stays as it is."""
-    return storage.resolve(run) if "/" in run else run
-
-
 Mixture = Annotated[Text | Shares[Text], must_be("a folder, a URI, or a mapping of several to proportions above 0")]
 Size = Annotated[Count, BeforeValidator(read_size)]
 SizeShares = Annotated[
@@ -418,18 +413,8 @@ Weights = Annotated[
     Annotated[Model, Field(min_length=1)] | None,
     must_be("a run, the folder or hub id of a checkpoint, pipeline or denoiser, or None"),
 ]
-Run = Annotated[
-    Annotated[Text, Field(min_length=1), AfterValidator(resolve_run)] | None,
-    must_be("a run's name or folder, perhaps with @step, or None"),
-]
 CaptionShares = Annotated[Several[Positive] | None, must_be("a list of numbers above 0 that add up to 1, or None")]
 Gamma = Annotated[Positive | Literal["auto"] | None, must_be("a number of more than 0, None for no weights, or 'auto'")]
-Tracker = Literal["tensorboard", "wandb"]
-Trackers = Annotated[Several[Tracker], must_be("a list of 'tensorboard' and 'wandb', or []")]
-Prompts = Annotated[Text | Several[Text] | None, must_be("texts, a file, or None")]
-Guidance = Annotated[float, must_be("a number of at least 1 (no guidance)", ge=1)]
-Steps = Annotated[int, must_be("a whole number from 1 to 1000", ge=1, le=1000)]
-Clip = Annotated[Model | None, must_be("a CLIP's folder or hub id, or None")]
 Objective = Literal["v_prediction", "epsilon", "flow"]
 Which = Literal["model", "ema"]
 Timesteps = Literal["auto", "uniform", "importance", "logit_normal"]
@@ -437,9 +422,6 @@ Schedule = Literal["cosine", "constant"]
 Strategy = Literal["ddp", "fsdp", "fsdp-full", "hsdp"]
 Precision = Literal["fp32", "bf16"]
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient"]
-Sampler = Literal["auto", "ddim", "dpm++", "euler", "unipc"]
-Loss = Literal["validation_loss", "unweighted", "validation_set_loss", "validation_set_unweighted"]
-Score = Literal[Loss, "clip_score", "cmmd", "agreement"]
 
 
 @checked
@@ -451,8 +433,6 @@ class TrainingConfig(Parameters):
     run_name: RunName = fixes_run("run", "name of the run, kept in storage/runs; an existing run is resumed")
     init_from: Weights = fixes_run(None, "first weights: of a run, checkpoint, pipeline, denoiser; None: random")
     init_weights: Which = fixes_run("model", 'weights of a run in init_from: "model" (the last), "ema" (averaged)')
-    init_other_objective: Switch = free(False, "whether init_from may be of another prediction_type")
-    continue_from: Run = fixes_run(None, 'run to continue with its optimizer, EMA, place: "name", "name@step"; None')
     # the model and its objective
     unet_config: Model = fixes_run("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
     resolution: SizeShares = fixes_run(64, "pixels, of those encoded; or several with shares of steps: {32: 1, 64: 3}")
@@ -491,28 +471,15 @@ class TrainingConfig(Parameters):
     activation_checkpointing: Switch = free(False, "activations computed again in the backward pass, to save memory")
     # safety
     checkpoint_every: Count = free(250, "steps between checkpoints")
-    checkpoints_kept: Count = free(2, "number of newest checkpoints kept; the best one (best_by) is kept as well")
-    validate_every: CountOrZero = free(500, "steps between validations, a multiple of checkpoint_every; 0: never")
-    hang_timeout: Positive = free(600, "seconds without a step after which a worker is replaced")
-    trackers: Trackers = free((), '"tensorboard"; "wandb" if it is installed')
-    # the evaluation at checkpoints
-    validation_uri: Location = free("", 'second validation set, encoded (best_by "validation_set_loss"); empty: none')
-    prompts: Prompts = free(None, "texts, or a file, for images at checkpoints; None: captions of held-out rows")
-    guidance_scale: Guidance = free(2.0, "scale of classifier-free guidance; 1: none")
-    sampling_steps: Steps = free(20, "denoising steps per image")
-    sampler: Sampler = free("auto", '"ddim"; in fewer steps "dpm++", "euler", "unipc"; "auto": "ddim", flow "dpm++"')
-    clip_model: Clip = free("tiny-clip", 'CLIP for scores: "tiny-clip" (in helpers), folder or hub id; None: none')
-    best_by: Score = free("validation_loss", 'score of the best checkpoint; "clip_score", "cmmd", "agreement"')
+    checkpoints_kept: Count = free(2, "number of newest checkpoints kept, besides the best one")
 
     def __post_init__(self) -> None:
         if self.caption_shares and abs(sum(self.caption_shares) - 1) > 1e-6:
             raise ValueError(
                 f"caption_shares={list(self.caption_shares)} add up to {sum(self.caption_shares):g}: give shares of 1."
             )
-        if self.init_from and self.continue_from:
-            raise ValueError(
-                f"init_from={self.init_from!r} and continue_from={self.continue_from!r} exclude each other: give one."
-            )
+        for arguments in self.extras.values():
+            check_commits(arguments or {})
         given = self.units_per_step
         self.set_derived(latents_uri=self.resolve_latents(), units_per_step=given or self.most_workers)
         self.follow_objective()
@@ -532,20 +499,11 @@ class TrainingConfig(Parameters):
                 f"micro_batch_size={self.micro_batch_size} does not divide a unit of {self.unit_rows} rows "
                 "(global_batch_size / units_per_step): change one of the three."
             )
-        if self.validate_every % self.checkpoint_every:
-            raise ValueError(
-                f"validate_every={self.validate_every} must be a multiple of checkpoint_every={self.checkpoint_every}: "
-                "validation runs on checkpoints, beside the training (0: never)."
-            )
         self.check_objective()
         defaults = {"compile_unet": False, "attention": "auto"}
         chosen = [f"{name}={getattr(self, name)!r}" for name in defaults if getattr(self, name) != defaults[name]]
         if self.deterministic and chosen:
             raise ValueError(f"deterministic=True excludes {', '.join(chosen)}, by which sums vary: leave either out.")
-        if self.best_by in ("clip_score", "cmmd") and self.clip_model is None:
-            raise ValueError(f"best_by={self.best_by!r} needs a CLIP: give clip_model, or keep the best by another.")
-        if self.best_by.startswith("validation_set") and not self.validation_uri:
-            raise ValueError(f"best_by={self.best_by!r} needs a validation_uri: give one, or keep the best by another.")
 
     def follow_objective(self) -> None:
         """Replace each "auto" by what goes with the objective."""
@@ -553,7 +511,7 @@ class TrainingConfig(Parameters):
         gamma = None if flow or self.zero_terminal_snr else 5.0
         gamma = gamma if self.min_snr_gamma == "auto" else self.min_snr_gamma
         sampling = "logit_normal" if flow else "importance" if gamma else "uniform"
-        chosen = {"min_snr_gamma": gamma, "timestep_sampling": sampling, "sampler": "dpm++" if flow else "ddim"}
+        chosen = {"min_snr_gamma": gamma, "timestep_sampling": sampling}
         self.set_derived(**{name: value for name, value in chosen.items() if getattr(self, name) == "auto"})
 
     def check_objective(self) -> None:
@@ -573,25 +531,8 @@ class TrainingConfig(Parameters):
                 f"{gamma} with zero_terminal_snr=True gives the last timestep weight 0, and sampling begins there: set "
                 "min_snr_gamma to None, or zero_terminal_snr to False."
             )
-        if flow and self.sampler not in ("dpm++", "unipc"):
-            problems.append(f"sampler={self.sampler!r} cannot sample {kind}: choose 'dpm++' or 'unipc'.")
-        fewest, most = self.sampling_steps_taken
-        if not fewest <= self.sampling_steps <= most:
-            problems.append(
-                f"sampling_steps={self.sampling_steps}: sampler={self.sampler!r} takes {fewest} to {most} with "
-                f"timestep_shift={self.timestep_shift:g}, or it does not begin once at the noisiest timestep."
-            )
         if problems:
             raise ValueError(" ".join(problems))
-
-    @property
-    def sampling_steps_taken(self) -> tuple[int, int]:
-        """The least and the most steps with which diffusers' sampler begins at the noisiest timestep, once.
-
-        A shift moves flow's first timesteps together. Euler's sampler takes a single step at timestep 0.
-        """
-        most = int(998 / max(1, self.timestep_shift)) if self.prediction_type == "flow" else 999
-        return (2 if self.sampler == "euler" else 1), most
 
     def resolve_latents(self) -> str | dict[str, float]:
         """`latents_uri` with absolute paths; the proportions of a mixture add up to 1."""
@@ -642,10 +583,6 @@ class TrainingConfig(Parameters):
     def unit_rows(self) -> int:
         """Rows of a unit, the smallest part of a global batch that one worker gets."""
         return self.global_batch_size // self.units_per_step
-
-    def validates_at(self, step: int) -> bool:
-        """Whether the checkpoint of a step is due for validation: every `validate_every` steps, and the last one."""
-        return self.validate_every > 0 and (step % self.validate_every == 0 or step == self.max_steps)
 
     @property
     def run_uri(self) -> str:

@@ -67,8 +67,7 @@ def defaults(notebook):
 
 def profile_with_commits(name):
     """A profile in which the commits that it leaves open are given."""
-    values = full_run.read_profile(name).items()
-    return {key: value.replace(COMMIT, "0" * 40) if isinstance(value, str) else value for key, value in values}
+    return json.loads(json.dumps(full_run.read_profile(name)).replace(COMMIT, "0" * 40))
 
 
 def free_names(statement):

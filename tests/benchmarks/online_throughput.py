@@ -73,7 +73,6 @@ def measure(uri, name, num_steps, stream=None):
         global_batch_size=BATCH,
         max_steps=num_steps,
         checkpoint_every=num_steps,
-        validate_every=0,
         validation_share=0,
     )
     fit(config, loop=functools.partial(loop, f"{uri}/{name}"), stream=stream)

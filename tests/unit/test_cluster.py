@@ -29,9 +29,9 @@ def cluster_of(monkeypatch):
     return make
 
 
-def check(encoder_gpus=0, **changes):
-    config = TrainingConfig(**{"num_training_workers": 2, "validate_every": 0, **changes})
-    options = {"encoder_gpus": encoder_gpus, "validates": config.validate_every > 0}
+def check(encoder_gpus=0, validates=False, **changes):
+    config = TrainingConfig(**{"num_training_workers": 2, **changes})
+    options = {"encoder_gpus": encoder_gpus, "validates": validates}
     checks.check_gpus(config.worker_counts, config.training_accelerator_type, **options)
 
 
@@ -40,7 +40,7 @@ A100, A10G, SEVERAL = (
     ("A10G", 4.0),
     "training_accelerator_type=None, and the cluster has GPUs of several",
 )
-VALIDATED = {"validate_every": 250}
+VALIDATED = {"validates": True}
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def unet_config(tmp_path_factory):
 
 def training(storage, **values):
     sizes = {"resolution": 32, "global_batch_size": 8, "units_per_step": 2, "validation_share": 0.1, "max_steps": 3}
-    return TrainingConfig(**{"storage": storage, "validate_every": 0, **sizes, **values})
+    return TrainingConfig(**{"storage": storage, **sizes, **values})
 
 
 @pytest.mark.parametrize(("vae", "text"), [("AutoencoderKL", "T5EncoderModel"), ("AutoencoderDC", "T5GemmaEncoder")])

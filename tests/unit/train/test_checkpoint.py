@@ -17,7 +17,7 @@ def test_a_resumed_run_is_bitwise_the_same(tmp_path, one, build_step, rows, ema_
     save(tmp_path, state, MIDDLE)
     straight += train(state, rows, MIDDLE)
     assert straight == one[0]  # neither saving nor the EMA changes a run
-    restored = build_step(ema_start=ema_start, checkpoint_every=3, validate_every=0)
+    restored = build_step(ema_start=ema_start, checkpoint_every=3)
     assert checkpoint.load(tmp_path, restored) == run_folder.step_of(tmp_path) == MIDDLE
     assert train(restored, rows, MIDDLE) == straight[MIDDLE:]
     assert same(everything(state), everything(restored))
