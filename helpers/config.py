@@ -198,7 +198,6 @@ class Parameters:
 
     storage: Location = free("storage", "folder or URI of all data and results; on several nodes a shared one")
     validation_share: Share = fixes_rows(0.02, "share of rows held out for validation, chosen by a hash of their id")
-    leave_out: Location = free("", "file of ids (or SHA-256 of raw images) to leave out, text or Parquet; empty: none")
     max_failures: Limit = free(3, "restarts after lost workers, or of a failed segment; -1: no limit")
     extras: Extras = free({}, 'changes of the list of extras: {"watchdog": {"timeout": 60}, "evaluate": None}')
 

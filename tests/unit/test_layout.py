@@ -17,7 +17,7 @@ from helpers.config import TrainingConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = ("Preprocessing.ipynb", "Training.ipynb", "Online_Preprocessing_and_Training.ipynb")
-PARAMETERS = 95
+PARAMETERS = 68
 CLOSURE = {"modules": 13, "lines": 1_800}  # of `train.loop`
 ROOMS = {"online": {"online"}, "production": {"online", "production"}, "lesson": {"online", "production", "lesson"}}
 # (importing module, imported module): the core's imports of the rooms beside it. None may be added.
