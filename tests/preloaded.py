@@ -141,7 +141,11 @@ def serve():
 
 
 def become_alone(selector, connection, files):
-    """In a fork: take the files for the standard ones, and close all others."""
+    """In a fork: take the files for the standard ones, and close all others.
+
+    A group of its own: Ray kills the process group of a worker that ends, unless it is that of the raylet.
+    """
+    os.setpgid(0, 0)
     for standard, file in enumerate(files):
         os.dup2(file, standard)
         os.close(file)
