@@ -264,8 +264,7 @@ def prompts_and_detector(config: TrainingConfig, num_prompts: int) -> tuple[list
     captions of held-out rows (of training rows, if nothing is held out), and None. Prompts that the parameter `extras`
     gives for `evaluate` replace them.
     """
-    text_encoder_model = DataSets.open(config.proportions).first.text_encoder_model
-    given = scores.read_prompts((config.extras.get("evaluate") or {}).get("prompts"), text_encoder_model)
+    given = scores.read_prompts((config.extras.get("evaluate") or {}).get("prompts"))
     rows = held_out.first(config.proportions, config.largest_resolution, num_prompts) if given is None else None
     captions = given or (first_captions(config, num_prompts) if rows is None else rows[schema.CAPTION].to_pylist())
     try:

@@ -25,7 +25,7 @@ from PIL import Image
 from ... import sample, storage
 from ...config import TrainingConfig
 from ...distributed import rank, world_size
-from ...encode import captions, encoder, models
+from ...encode import encoder, models
 from ...encode.models import TINY_CLIP, TINY_SD
 from ...evaluate import held_out_losses
 from ...latents import held_out, schema
@@ -68,7 +68,7 @@ def settle(evaluate: Evaluate, config: TrainingConfig) -> Evaluate:
         validation_set.check(evaluate.validation_uri, config, data)
     excluded = exclusions.Exclusions(**(config.extras.get("exclusions") or {}))
     held_out_rows(config, excluded.is_excluded)
-    prompts = read_prompts(evaluate.prompts, data.text_encoder_model)
+    prompts = read_prompts(evaluate.prompts)
     clip_model = evaluate.clip_model and models.pin_model(evaluate.clip_model, parameter="clip_model")
     return dataclasses.replace(evaluate, prompts=prompts, clip_model=clip_model)
 
@@ -78,27 +78,19 @@ def held_out_rows(config: TrainingConfig, is_excluded: IsExcluded | None = None)
     return held_out.of_run(config.run_uri, config.proportions, config.largest_resolution, is_excluded)
 
 
-def read_prompts(given: list[str] | str | None, text_encoder_model: str) -> list[str] | None:
-    """The prompts of a list, or of a text file with one a line; None stays None. Blank lines are left out.
+def read_prompts(given: list[str] | str | None) -> list[str] | None:
+    """The lines of a text file, without blank ones; a list, or None, comes back as it is.
 
-    Raises ValueError if there are none, and for a prompt with more tokens than the text encoder reads.
+    Raises FileNotFoundError for a file that is not there, ValueError for a file without a line.
     """
-    if given is None:
-        return None
-    if isinstance(given, str) and not storage.is_file(given):
+    if not isinstance(given, str):
+        return given
+    if not storage.is_file(given):
         raise FileNotFoundError(f"prompts={given!r} does not exist: give a text file of prompts, or a list of them.")
-    lines = storage.read_bytes(given).decode("utf-8-sig").split("\n") if isinstance(given, str) else given
-    prompts = [" ".join(line.split()) for line in lines if line.strip()]
-    if not prompts:
-        raise ValueError(f"prompts={given!r} holds no prompt: give at least one.")
-    tokenizer = captions.load_tokenizer(text_encoder_model)
-    for prompt, count in zip(prompts, captions.count_tokens(prompts, tokenizer), strict=True):
-        if count > tokenizer.model_max_length:
-            raise ValueError(
-                f"The prompt {prompt[:60]!r} has {count:,} tokens, and the text encoder reads "
-                f"{tokenizer.model_max_length}: shorten it."
-            )
-    return prompts
+    lines = map(str.strip, storage.read_bytes(given).decode("utf-8-sig").split("\n"))
+    if prompts := list(filter(None, lines)):
+        return prompts
+    raise ValueError(f"prompts={given!r} holds no prompt: give at least one.")
 
 
 def evaluate_checkpoint(saved: ray.train.Checkpoint, evaluate: Evaluate, config: TrainingConfig) -> dict[str, Any]:

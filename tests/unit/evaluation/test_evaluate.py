@@ -264,6 +264,14 @@ def test_the_driver_settles_prompts_and_hands_over_the_evaluation(build_run, tmp
     assert made.ray_remote_kwargs == {"num_cpus": 0, "max_retries": -1}
 
 
+def test_a_file_without_prompts_is_refused(tmp_path):
+    (tmp_path / "prompts.txt").write_text("\n \n")
+    with pytest.raises(ValueError, match="holds no prompt"):
+        scores.read_prompts(f"{tmp_path}/prompts.txt")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        scores.read_prompts(f"{tmp_path}/absent.txt")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -271,8 +279,6 @@ def test_the_driver_settles_prompts_and_hands_over_the_evaluation(build_run, tmp
         ({"best_by": "cmmd", "clip_model": None}, "best_by='cmmd' needs clip_model"),
         ({"best_by": "validation_set_loss"}, "needs validation_uri"),
         ({"sampling_steps": 1000}, "sampling_steps=1000"),
-        ({"prompts": []}, "holds no prompt"),
-        ({"prompts": ["a red circle " * 10]}, "has 32 tokens"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused_by_the_driver(build_run, changes, said):
