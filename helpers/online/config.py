@@ -1,6 +1,6 @@
 """The parameters of the online notebook's raw data and encoding. No Ray, no torch."""
 
-from ..config import Count, Crop, OptionalText, PreprocessingConfig, Switch, checked, fixes_latents, fixes_rows, free
+from ..config import Crop, OptionalText, PreprocessingConfig, Switch, checked, fixes_latents, fixes_rows
 
 
 @checked
@@ -9,7 +9,6 @@ class OnlineConfig(PreprocessingConfig):
 
     width_column: OptionalText = fixes_rows(None, "column of widths in pixels; with both, sizes are known in advance")
     height_column: OptionalText = fixes_rows(None, "column of heights in pixels")
-    read_ahead_bytes: Count = free(2**31, "bytes of large row groups kept in memory, to read each once")
     random_crop: Crop = fixes_latents(1.0, "smallest crop, as a share of the largest square; 1: always the centre crop")
     horizontal_flip: Switch = fixes_latents(False, "mirroring of half the images; not if captions say left and right")
 

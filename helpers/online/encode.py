@@ -1,11 +1,11 @@
 """Raw rows in the order of a plan, transformed for an epoch: what an online run encodes on the way to the trainers.
 
-The plan is made over an index of the raw files (`raw.index`). Each epoch's crop and caption of a row are sampled from
+The plan is made over an index of the raw files (`index`). Each epoch's crop and caption of a row are sampled from
 (seed, epoch, id), so that a run is reproducible and resumes exactly. The transform, the encoder and the training loop
 are those of stored latents.
 
 Rows that the index leaves out or holds out are in no batch. Some rows prove unusable only when they are decoded: their
-picture is broken, or its size differs from the size columns. Without size columns, pictures that are too small are also
+image is broken, or its size differs from the size columns. Without size columns, images that are too small are also
 found only when they are decoded. Such rows are masked, and listed in the run's rejects.
 """
 
@@ -32,6 +32,7 @@ from . import index
 from .config import OnlineConfig
 
 INDEX = "index"  # beside the manifest
+READ_AHEAD_BYTES = 2**31  # of large row groups that are kept in memory, to read each once
 SHAPE = "shape"  # column of raw rows: the latents column that the row is trained on
 PADS = "fills up a block"  # why a padding row is not decoded
 
@@ -43,7 +44,7 @@ def raw_rows(plan: Plan, first_step: int, end_step: int, *, config: OnlineConfig
     `unit` (the unit's number in the run).
 
     If Parquet row groups are larger than a quarter of a chunk, Ray's object store caches the most recently read ones,
-    up to `config.read_ahead_bytes`. With this cache, an epoch reads a row group once for each bucket that the row
+    up to `READ_AHEAD_BYTES`. With this cache, an epoch reads a row group once for each bucket that the row
     group has rows of.
     """
     manifests = [read_manifest(uri) for uri in {source.files.uri for source in plan.sources}]
@@ -52,7 +53,7 @@ def raw_rows(plan: Plan, first_step: int, end_step: int, *, config: OnlineConfig
     if largest <= CHUNK_BYTES // 4:
         return build_dataset(plan, first_step, end_step, read)
     # One chunk per task, so that concurrent tasks share row groups: one read serves consecutive tasks.
-    kept = index.keep_row_groups(max(1, config.read_ahead_bytes // largest))
+    kept = index.keep_row_groups(max(1, READ_AHEAD_BYTES // largest))
     shared = functools.partial(read, read_group=kept)
     return build_dataset(plan, first_step, end_step, shared, chunks_per_task=1)
 
@@ -80,7 +81,7 @@ def transform_for_epoch(
     Args:
         rows: raw rows with `shape` and `unit`.
         config: `random_crop` is the minimum side of a crop, as a share of the side of the largest possible crop. If it
-            is 1, every crop is the centre crop. `horizontal_flip` mirrors half of the pictures.
+            is 1, every crop is the centre crop. `horizontal_flip` mirrors half of the images.
         units_per_epoch, caption_shares: as in the plan.
         seed: the run's.
         options: `decode` and `excluded` of `stages.transform`.
@@ -100,7 +101,7 @@ def transform_for_epoch(
 
 
 def augment_crop(row_id: int | str, epoch: int, config: OnlineConfig, seed: int) -> images.Crop:
-    """The function that crops a row's picture in one epoch. The crop depends only on the seed, the epoch and the id.
+    """The function that crops a row's image in one epoch. The crop depends only on the seed, the epoch and the id.
 
     `config`: see `transform_for_epoch`.
     """

@@ -1,15 +1,15 @@
 """An index of raw files: which rows an online run trains on, which it holds out, and where they are.
 
-It is built once, from a few columns only: the id, the captions, those in `row_filter` and, if given, the pictures'
+It is built once, from a few columns only: the id, the captions, those in `row_filter` and, if given, the images'
 width and height. Nothing else is read, except that an object store sends tars whole. Without width and height, every
-picture is assumed to reach all sizes.
+image is assumed to reach all sizes.
 
 Each raw file gets a small Parquet file under `{index}/{key}/`. It lists the rows that are used, sorted by bucket
 (`manifest.Manifest`) and position, and split into row groups: those of a Parquet file, or 64 consecutive rows in other
 formats. The epoch plan shuffles these row groups. The key is a hash of the input files and of all parameters that
 affect the index.
 
-Later, a picture is decoded only if its row is used. The other pictures of its Parquet row group are read too, because a
+Later, an image is decoded only if its row is used. The other images of its Parquet row group are read too, because a
 row group can only be read whole.
 """
 
@@ -58,26 +58,26 @@ def build_index(
     uri = storage.join(index_uri, key)
     with contextlib.suppress(FileNotFoundError, storage.DamagedFile):  # made again from the files of the index
         return key, storage.read_json(storage.join(uri, REPORT))
-    if config.limit is None:
-        files = [{"path": path, "limit": -1} for path in paths]
-    else:
-        files = [{"path": path, "limit": taken or 0} for path, taken, _ in inputs.rows_to_read(paths, config)]
-    report_of = functools.partial(index_file, config=config, validation_share=validation_share, uri=uri)
+    limits = dict.fromkeys(paths, -1)
+    if config.limit is not None:
+        limits = {path: taken or 0 for path, taken, _ in inputs.rows_to_read(paths, config)}
+    files = [{"path": path, "limit": limit} for path, limit in limits.items()]
+    index_row = functools.partial(as_row, config=config, validation_share=validation_share, uri=uri)
     if ray.is_initialized():
         tasks = ray.data.from_items(files, override_num_blocks=min(len(files), MOST_TASKS))
         with cluster.one_line_error("The same command resumes the index of the raw data, which failed"):
-            done = tasks.map(functools.partial(as_row, report_of=report_of), **inputs.RETRIES).take_all()
-        by_name = {report["name"]: report for report in (json.loads(row["report"]) for row in done)}
-        reports = [by_name[inputs.name_of(file["path"], config)] for file in files]
+            done = tasks.map(index_row, **inputs.RETRIES).take_all()
     else:
-        reports = [report_of(**file) for file in files]
+        done = map(index_row, files)
+    reports = {row["path"]: json.loads(row["report"]) for row in done}
+    reports = [reports[path] for path in limits]  # tasks end in any order
     storage.write_text(storage.join(uri, REPORT), json.dumps(reports))
     return key, reports
 
 
-def as_row(file: dict, *, report_of: Callable[..., dict]) -> dict[str, str]:
-    """A file's report as a row of Ray Data."""
-    return {"report": json.dumps(report_of(**file))}
+def as_row(file: dict[str, Any], **options: Any) -> dict[str, str]:
+    """`index_file` as a function of Ray Data's rows."""
+    return {"path": file["path"], "report": json.dumps(index_file(**file, **options))}
 
 
 def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share: float, uri: str) -> dict:
@@ -86,7 +86,8 @@ def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share:
     target = storage.join(uri, f"{name}.parquet")
     if storage.exists(target):
         return read_report(read_index(target))
-    reader, columns = inputs.reader(config), deciding_columns(config)
+    reader, filtered = inputs.reader(config), filters.filter_columns(config.row_filter)
+    columns = inputs.stored([config.id_column, *config.caption_columns, *filtered, *inputs.size_columns(config)])
     report = {"name": name, "read": 0, "filtered": 0, "rejected": {}, "largest": 0}
     used, rejects = [], []
     try:
@@ -130,12 +131,6 @@ def read_report(index: pa.Table) -> dict:
     return json.loads(index.schema.metadata[b"report"])
 
 
-def deciding_columns(config: OnlineConfig) -> list[str]:
-    """The columns that decide whether a row is used."""
-    filtered = filters.filter_columns(config.row_filter)
-    return inputs.stored([config.id_column, *config.caption_columns, *filtered, *inputs.size_columns(config)])
-
-
 def assess(rows: pa.Table, config: OnlineConfig, validation_share: float) -> tuple[pa.Array, pa.Array, pa.Array]:
     """`(bucket, why the row cannot be used or "", id)` of each row, from its columns alone."""
     ids = inputs.ids_of(rows, config)
@@ -152,7 +147,7 @@ def assess(rows: pa.Table, config: OnlineConfig, validation_share: float) -> tup
 
 
 def columns_of(size: tuple | None, config: OnlineConfig) -> tuple[list[str], str]:
-    """`(latents columns that a picture of this size reaches, why there are none)`. `size`: None if it is unknown."""
+    """`(latents columns that an image of this size reaches, why there are none)`. `size`: None if it is unknown."""
     if size is None:
         return [schema.latents_column(resolution) for resolution in config.resolutions], ""
     if not all(side is not None and side > 0 for side in size):  # null, NaN
@@ -257,9 +252,6 @@ class RowGroups:
     def get(self, *group: Any) -> list[ray.ObjectRef]:
         """The rows' reference, in a list, because Ray would send the rows otherwise. `group`: see `ReadGroup`."""
         return [self.read(*group)]
-
-    def reads(self) -> int:
-        return self.read.cache_info().misses
 
 
 def keep_row_groups(most: int) -> ReadGroup:

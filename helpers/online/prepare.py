@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable
 
 import pyarrow as pa
@@ -49,11 +48,12 @@ def prepare_run(
         if segment["read"] == 0:
             raise ValueError(f"The input holds no rows ({len(paths)} files): give other data.")
         row_bytes, largest = sum(listing.values()) / segment["read"], max(report["largest"] for report in reports)
+        pixel_bytes = max(3 * width * height for shapes in config.shapes.values() for width, height in shapes)
         job = {
             **parameters,
             "validation_share": share,
             "online": config.to_dict(),
-            "raw_row_bytes": round(row_bytes + pixel_bytes(config)),
+            "raw_row_bytes": round(row_bytes + pixel_bytes),
             "raw_group_bytes": round(largest * row_bytes),
         }
         resolutions, id_type = list(config.resolutions), parameters["id_type"]
@@ -100,11 +100,6 @@ def segment_of(key: str, reports: list[dict]) -> dict:
     counts |= {"written": sum(buckets.values()), "rejected": rejected, "buckets": buckets}
     unreadable = [report["name"] for report in reports if report.get("unreadable")]
     return {"index": 0, "files": files, "rejects": [], "unreadable": unreadable, **counts}
-
-
-def pixel_bytes(config: OnlineConfig) -> int:
-    """Maximum bytes of a row's pixels between the transform and the encoder."""
-    return max(3 * width * height for width, height in itertools.chain.from_iterable(config.shapes.values()))
 
 
 def write_validation(

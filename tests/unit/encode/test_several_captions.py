@@ -19,7 +19,7 @@ from helpers.online.config import OnlineConfig
 from helpers.production.readers import detect
 from helpers.raw import inputs
 from tests.latents import plan_for, read_steps, receive_steps, refuse, write_job
-from tests.unit.raw.test_index import picture
+from tests.unit.online.test_index import picture
 
 NUM_ROWS = 96
 SHORT, LONG = "a red circle", "a large red circle in the top left on a blue background"

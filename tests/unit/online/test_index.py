@@ -1,9 +1,7 @@
 """Online, rows that are filtered, held out or too small are known before any picture is read."""
 
 import collections
-import dataclasses
 import functools
-import hashlib
 import io
 import json
 import pathlib
@@ -30,7 +28,7 @@ from helpers.online import prepare as prepare_online
 from helpers.online.config import OnlineConfig
 from helpers.production.decode import isolated
 from helpers.production.readers import detect
-from helpers.raw import images, inputs, readers
+from helpers.raw import images, readers
 from helpers.train.step import Unit
 from tests.latents import plan_for, read_steps
 
@@ -135,41 +133,16 @@ def test_steps_before_a_resumed_one_are_not_decoded(tmp_path, decoded):
     assert set(rows["unit"].to_pylist()) == {-1, 2}
 
 
-def test_an_online_run_may_begin_to_use_a_list_of_rows_that_must_go(tmp_path):
-    """They are masked in their places, by id or by picture, and nothing is planned anew; all others are as before."""
-    raw, training, table = configs(tmp_path, **KNOWN)
-    manifest, plan = planned(raw, training)
-    before = list(transformed(plan, raw, 0, plan.steps_per_epoch))
-    used = pa.concat_tables(rows.filter(rows["keep"]) for rows in before)["id"].to_pylist()
-    sums = {row["hash"]: hashlib.sha256(row["jpg"]).hexdigest() for row in table.to_pylist()}
-    path = tmp_path / "list"
-    path.write_text(f"{used[5]}\n{sums[used[20]]}\n")
-    listed, raw = prepare_online.prepare_run(dataclasses.replace(raw, leave_out=str(path)), training)
-    assert prepare_online.is_same_data(listed, manifest) and raw.leave_out.startswith(f"{path}@")
-    now = transformed(plan, raw, 0, plan.steps_per_epoch)
-    found = {}
-    for one, other in zip(before, now, strict=True):
-        assert other["id"].equals(one["id"]) and other["unit"].equals(one["unit"])
-        found |= dict(zip(other["id"].to_pylist(), other["reason"].to_pylist(), strict=True))
-        kept = pc.equal(other["reason"], "")
-        pixels = ["id", "caption_ids", "pixels_32"]
-        assert other.select(pixels).filter(kept).equals(one.select(pixels).filter(kept))
-    assert {row_id: reason for row_id, reason in found.items() if "left out" in reason} == {
-        used[5]: "left out by id",
-        used[20]: "left out by picture",
-    }
-
-
 def test_shapes_come_from_columns(tmp_path):
-    raw, training, table = configs(tmp_path, aspect_ratios=[0.5, 1, 2], size_multiple=8, **KNOWN)
+    raw, training, table = configs(tmp_path, aspect_ratios=[0.5, 1, 2], **KNOWN)
     manifest, plan = planned(raw, training)
     trained = {name: rows for name, rows in manifest.buckets.items() if not name.startswith(schema.HELD_OUT)}
-    assert set(trained) == {"32", "24x48", "48x24"}
+    assert set(trained) == {"32", "16x48", "48x16"}
     size_of = {row["hash"]: (row["width"], row["height"]) for row in table.to_pylist()}
     for rows in transformed(plan, raw, 0, plan.steps_per_epoch):
         rows = rows.filter(rows["keep"])
         assert set(rows["reason"].to_pylist()) <= {""}
-        for column, expected in (("24x48", {(32, 64)}), ("48x24", {(64, 32)}), ("32", {(40, 40), (70, 70)})):
+        for column, expected in (("16x48", {(32, 64)}), ("48x16", {(64, 32)}), ("32", {(40, 40), (70, 70)})):
             mine = rows.filter(rows[f"pixels_{column}"].is_valid())
             assert {size_of[row_id] for row_id in mine["id"].to_pylist()} <= expected
             steps = np.unique(mine["unit"].to_numpy() // plan.units_per_step)
@@ -184,7 +157,7 @@ def test_shapes_come_from_columns(tmp_path):
 
 
 def test_columns_that_lie_are_found_at_decoding(tmp_path):
-    raw, training, table = configs(tmp_path, aspect_ratios=[1, 2], size_multiple=8, **KNOWN)
+    raw, training, table = configs(tmp_path, aspect_ratios=[1, 2], **KNOWN)
     lying = table.set_column(3, "width", pa.array([64] * len(table))).set_column(
         4, "height", pa.array([32] * len(table))
     )
@@ -198,7 +171,7 @@ def test_columns_that_lie_are_found_at_decoding(tmp_path):
     reasons = collections.Counter()
     for rows in transformed(plan, raw, 0, plan.steps_per_epoch):
         rows = rows.filter(rows["keep"])
-        assert (rows["pixels_48x24"].is_valid().to_numpy() == (rows["reason"].to_numpy() == "")).all()
+        assert (rows["pixels_48x16"].is_valid().to_numpy() == (rows["reason"].to_numpy() == "")).all()
         reasons.update(rows["reason"].to_pylist())
     wrong = ("smaller than", "its width or height column is wrong")
     assert all(reason.startswith(wrong) for reason in reasons if reason)
@@ -213,16 +186,6 @@ def test_without_sizes_small_pictures_are_masked(tmp_path):
     for rows in transformed(plan, raw, 0, plan.steps_per_epoch):
         reasons.update(rows.filter(rows["keep"])["reason"].to_pylist())
     assert reasons["smaller than 32 pixels"] > 0 and set(reasons) == {"", "smaller than 32 pixels"}
-
-
-def test_rows_of_several_sizes_are_made_at_one(tmp_path):
-    raw, training, _ = configs(tmp_path, resolutions=[32, 64], training={"resolution": {32: 1, 64: 1}}, **KNOWN)
-    manifest, plan = planned(raw, training)
-    assert {"32", "32+64"} <= set(manifest.buckets)
-    for rows in transformed(plan, raw, 0, plan.steps_per_epoch):
-        rows = rows.filter(rows["keep"])
-        made = np.column_stack([rows[f"pixels_{size}"].is_valid().to_numpy() for size in (32, 64)])
-        assert (made.sum(axis=1) == 1).all()
 
 
 def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
@@ -302,7 +265,6 @@ def test_of_a_tar_only_samples_that_are_used_are_read(tmp_path, monkeypatch):
     )
     _, plan = planned(raw, training)
     requests, parse = [], tarfile.open
-    monkeypatch.setattr(read_module, "LATE_SECONDS", 3600)  # nothing is read again because it is slow
 
     def opened(fileobj, **options):
         requests.append(len(fileobj.getvalue()) - 2 * tarfile.BLOCKSIZE)  # a tar's end is added
@@ -320,46 +282,9 @@ def test_of_a_tar_only_samples_that_are_used_are_read(tmp_path, monkeypatch):
     assert sum(requests) == sum(bytes_of[key] for key in seen)
 
 
-def test_of_an_image_folder_only_pictures_that_are_used_are_opened(tmp_path, monkeypatch):
-    (tmp_path / "raw").mkdir()
-    lines = []
-    for number, row in enumerate(rows_of(60).to_pylist()):
-        (tmp_path / "raw" / f"{number}.png").write_bytes(row.pop("jpg"))
-        lines.append(json.dumps({"file_name": f"{number}.png", **row}))
-    (tmp_path / "raw" / "metadata.jsonl").write_text("\n".join(lines))
-    options = {"storage": str(tmp_path), "input_uri": str(tmp_path / "raw"), "resolutions": [32], **KNOWN}
-    raw = OnlineConfig(**options, input_format="imagefolder", image_column="file_name", row_filter="score == 1")
-    raw = detect.detect(raw).config
-    training = TrainingConfig(
-        latents_uri=str(tmp_path / "online"), resolution=32, global_batch_size=8, storage=str(tmp_path)
-    )
-    manifest, plan = planned(raw, training)
-    opened, read = [], inputs.fetch_image
-    monkeypatch.setattr(
-        inputs, "fetch_image", lambda name, *rest, **more: opened.append(name) or read(name, *rest, **more)
-    )
-    rows = pa.concat_tables(transformed(plan, raw, 0, plan.steps_per_epoch))
-    assert manifest.filtered == 30 and set(rows.filter(rows["keep"])["reason"].to_pylist()) == {""}
-    assert len(opened) == len(set(opened)) == plan.steps_per_epoch * 8
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"width_column": "w", "height_column": "height"}, "width_column='w' is not a column"),
-        ({"width_column": "width", "height_column": "caption"}, "height_column='caption' holds string"),
-    ],
-)
-def test_size_columns_that_cannot_be_are_named(tmp_path, given, said):
-    raw, training, _ = configs(tmp_path, rows=20, **given)
-    with pytest.raises(ValueError, match=said):
-        prepare_online.prepare_run(raw, training)
-
-
 def test_consecutive_chunks_share_a_read_of_a_row_group(tmp_path, monkeypatch):
     """Also where only two row groups are kept: an epoch's chunks ask for them in turn."""
     monkeypatch.setattr(plan_module, "CHUNK_BYTES", 60_000)
-    monkeypatch.setattr(read_module, "LATE_SECONDS", 3600)  # nothing is read again because it is slow
     raw, training, _ = configs(tmp_path, row_group_size=50, training={"validation_share": 0.0}, **KNOWN)
     _, plan = planned(raw, training)
     reads, asked = collections.Counter(), set()
@@ -378,30 +303,6 @@ def test_consecutive_chunks_share_a_read_of_a_row_group(tmp_path, monkeypatch):
         assert list(read_module.ChunkReader(plan, chunk, read).blocks(0, plan.steps_per_epoch))
     assert plan.chunks_per_epoch >= 10 and len(asked) > 10
     assert len(reads) == 4 and set(reads.values()) == {1}
-
-
-def test_row_groups_that_cannot_be_kept_are_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prepare_online, "CHUNK_BYTES", 1000)
-    options = {"row_group_size": 50, "training": {"validation_share": 0.0}, "read_ahead_bytes": 1000, **KNOWN}
-    prepare_online.prepare_run(*configs(tmp_path, **options)[:2])
-    assert "read_ahead_bytes=1000 keeps 0 of them: each may be read several times" in capsys.readouterr().out
-    prepare_online.prepare_run(*configs(tmp_path, **{**options, "read_ahead_bytes": 10**6})[:2])
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("kind", ["text", "list"])
-def test_captions_have_at_most_64_kib(kind):
-    """Bytes count, not characters; of several captions, only those that are too long are left out."""
-    fits, too_long = "ä" * 2**15, "ä" * 2**15 + "b"
-    captions = [fits, too_long, "x" * 2**20]
-    column = pa.array(captions if kind == "text" else [[caption] for caption in captions])
-    table = pa.table({"hash": [1, 2, 3], "caption": column})
-    config = OnlineConfig(caption_column="caption", id_column="hash")
-    reason = "caption of more than 65536 bytes"
-    assert index.assess(table, config, 0.0)[1].to_pylist() == ["", reason, reason]
-    several = pa.table({"caption": pa.array([["x" * 2**20, "short"], [too_long, None]])})
-    (first,), (second,) = inputs.captions_of(several, config)
-    assert first == "short" and 2**15 < len(second) <= 2**16 + 1
 
 
 CAPTIONS = """
