@@ -15,14 +15,17 @@ import numpy as np
 
 from helpers.config import COMMIT, PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, prepare, stages
+from helpers.encode.job import begun_with
 from helpers.latents.manifest import DataSets
 from helpers.latents.read import latents_reader, split_units
 from helpers.lesson import ablations, captioned_shapes, full_run
 from helpers.model.denoisers import build_denoiser
 from helpers.notebook import interruptible
 from helpers.online import encode as online
+from helpers.online import prepare as online_prepare
 from helpers.production import lease, monitor
 from helpers.production.data.exclusions import Exclusions
+from helpers.production.readers import detect
 from helpers.sample import pipeline_of_run
 from helpers.train import loop as train_loop
 from helpers.train import metrics
@@ -137,9 +140,26 @@ def build_pipeline(job, transform=stages.transform, latent_encoder=encoder.Laten
     )
 
 
+def detected(config):
+    """The config with the format and the columns of its input, as the notebooks find them."""
+    return detect.detect(config, begun_with(config.latents_uri)).config
+
+
+def prepare_job(config, **options):
+    """A job as Preprocessing.ipynb prepares it."""
+    listed = Exclusions(**(config.extras.get("exclusions") or {}))
+    return prepare.prepare_job(detected(config), recorded=listed.record(config.latents_uri), **options)
+
+
+def prepare_run(raw, config):
+    """`(manifest, raw)` of an online run, as its notebook prepares it."""
+    found = detect.detect(raw, begun_with(config.latents_uri))
+    return online_prepare.prepare_run(found.config, config)
+
+
 def encode(config, progress=None, **changes):
     """Run a whole preprocessing job, or with other parts (see `build_pipeline`); returns its manifest."""
-    job = prepare.prepare_job(config)
+    job = prepare_job(config)
     return job.run(build_pipeline(job, **changes), progress)
 
 

@@ -244,19 +244,19 @@ class RowGroups:
     Tasks that read consecutive chunks of an epoch ask for the same row groups. Each is then read once.
     """
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, read: ReadGroup):
         # A read is a task of its own, on any node: no bytes pass through the actor.
         options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "retry_exceptions": [OSError]}
-        self.read = functools.lru_cache(most)(ray.remote(**options)(read_row_group).remote)
+        self.read = functools.lru_cache(most)(ray.remote(**options)(read).remote)
 
     def get(self, *group: Any) -> list[ray.ObjectRef]:
         """The rows' reference, in a list, because Ray would send the rows otherwise. `group`: see `ReadGroup`."""
         return [self.read(*group)]
 
 
-def keep_row_groups(most: int) -> ReadGroup:
+def keep_row_groups(most: int, read: ReadGroup = read_row_group) -> ReadGroup:
     """A function that reads row groups through a `RowGroups` actor; the actor lives as long as the function."""
-    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(RowGroups).remote(most)
+    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(RowGroups).remote(most, read)
     return functools.partial(_read_kept, actor)
 
 

@@ -9,14 +9,13 @@ import pytest
 
 from helpers import storage
 from helpers.config import PreprocessingConfig
-from helpers.encode import prepare
 from helpers.latents.manifest import read_files
 from helpers.lesson import captioned_shapes
 from helpers.production import monitor
 from helpers.production.checks import training
 from helpers.train import metrics, run_folder
 from tests.faults import slow, wait_until
-from tests.pipelines import build_pipeline, fit, short_run
+from tests.pipelines import build_pipeline, fit, prepare_job, short_run
 
 FULL = r"cannot be written: No space left on device"
 
@@ -69,7 +68,7 @@ def test_encoding_on_a_full_disk_is_one_sentence_and_goes_on_when_there_is_room(
     folder, resize = small_disk
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], latents_uri=str(folder / "latents"))
     captioned_shapes.write_data_set(config.raw_uri, 600, rows_per_file=200)
-    job = prepare.prepare_job(config, rows_per_segment=200)
+    job = prepare_job(config, rows_per_segment=200)
     said = (
         rf"^The same command resumes the job, whose segment \d failed: OSError: .Errno 28. {folder}/latents/\S+ {FULL}$"
     )
@@ -78,7 +77,7 @@ def test_encoding_on_a_full_disk_is_one_sentence_and_goes_on_when_there_is_room(
     entries = job.committed().values()
     assert {file["name"] for entry in entries for file in entry["files"]} == set(map(storage.name, job.written_files()))
     resize("100m")
-    job = prepare.prepare_job(config, rows_per_segment=200)
+    job = prepare_job(config, rows_per_segment=200)
     assert job.run(build_pipeline(job)).written == 600
 
 

@@ -19,7 +19,7 @@ from ray import cloudpickle
 
 from helpers import notebook, storage
 from helpers.config import PreprocessingConfig
-from helpers.encode import encoder, prepare, stages
+from helpers.encode import encoder, stages
 from helpers.latents import read
 from helpers.latents.manifest import read_files, read_manifest
 from helpers.lesson import captioned_shapes
@@ -44,7 +44,7 @@ from tests.faults import (
     truncate_newest,
     wait_for_ever,
 )
-from tests.pipelines import TWO_WORKERS, build_pipeline, evaluated, fit, short_run
+from tests.pipelines import TWO_WORKERS, build_pipeline, evaluated, fit, prepare_job, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -245,7 +245,7 @@ def test_killed_processes_of_a_job_give_the_same_rows(encoded, tmp_path, monkeyp
         once(reading, die)
         return read(part, **options)
 
-    job = prepare.prepare_job(config)
+    job = prepare_job(config)
     monkeypatch.setattr(inputs, "read_part", mortal_read)
     manifest = job.run(build_pipeline(job, latent_encoder=MortalEncoder, transform=mortal_transform))
     assert all(map(os.path.exists, flags))
@@ -270,7 +270,7 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     config = dataclasses.replace(config, extras={"exclusions": {"uri": str(tmp_path / "list")}})
     run_driver(f"""
         config = PreprocessingConfig(**{config.to_dict()!r})
-        job = prepare.prepare_job(config, rows_per_segment=40)
+        job = prepare_job(config, rows_per_segment=40)
         build = build_pipeline(job)
         def pipeline(segment):
             if segment.index == 1:  # the first segment is committed, the second one about to start
@@ -284,7 +284,7 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     first = {path: os.stat(path).st_mtime_ns for path in storage.list_files(data)}
     pathlib.Path(data, "000001-0123456789ab.parquet").write_bytes(b"half")
     monkeypatch.setattr(inputs, "count_rows", lambda paths, config: pytest.fail("the input's footers are read again"))
-    job = prepare.prepare_job(config, rows_per_segment=40)
+    job = prepare_job(config, rows_per_segment=40)
     assert list(job.committed()) == [0] and [segment.index for segment in job.pending()] == [1]
     manifest = job.run(build_pipeline(job))
     wanted = [row["hash"] for row in passed[2:-2]]

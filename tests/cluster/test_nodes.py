@@ -24,7 +24,6 @@ from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.latents.manifest import read_segments
 from helpers.lesson import captioned_shapes
 from helpers.online import encode as online
-from helpers.online import prepare
 from helpers.online.config import OnlineConfig
 from helpers.production import monitor
 from helpers.production.extras import evaluate
@@ -45,7 +44,7 @@ from tests.faults import (
     wait_until,
 )
 from tests.latents import plan_for, receive_steps
-from tests.pipelines import assert_bare, encode, fit, online_stream, short_run
+from tests.pipelines import assert_bare, encode, fit, online_stream, prepare_run, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -273,7 +272,7 @@ def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
     config = run_of(
         raw.storage, "placed", latents_uri=storage.join(raw.storage, "online"), max_steps=24, checkpoint_every=6
     )
-    prepare.prepare_run(raw, config)
+    prepare_run(raw, config)
     # The encoders' nodes have a GPU by name alone, of which each encoder asks for half.
     having = {"A10G": {"num_gpus": 1}, "A100": {}}
 

@@ -19,7 +19,6 @@ from helpers.latents import read
 from helpers.latents.read import latents_dataset
 from helpers.lesson import captioned_shapes, display
 from helpers.model.denoisers import build_denoiser
-from helpers.online import prepare
 from helpers.online.config import OnlineConfig
 from helpers.production import monitor
 from helpers.production.checks import training
@@ -30,7 +29,7 @@ from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics
 from tests.faults import die, is_evaluated, loop_with, once, slow, wait_until
 from tests.latents import plan_for
-from tests.pipelines import TWO_WORKERS, assert_bare, encode, evaluated, fit, short_run
+from tests.pipelines import TWO_WORKERS, assert_bare, encode, evaluated, fit, prepare_run, short_run
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +311,7 @@ def test_prompts_are_captions_where_no_row_is_held_out(run, data, tmp_path):
     pq.write_table(rows, tmp_path / "raw.parquet")
     raw = OnlineConfig(storage=str(tmp_path), input_uri=str(tmp_path / "raw.parquet"), resolutions=[32])
     config = small(str(tmp_path), latents_uri=str(tmp_path / "online"), **none_held_out)
-    prepare.prepare_run(raw, config)
+    prepare_run(raw, config)
     assert display.prompts_and_detector(config, 4) == (["a dog", "a cat"], None)
 
 
