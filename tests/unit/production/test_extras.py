@@ -1,0 +1,70 @@
+"""The list of extras: what a job may change in it, and what is refused before Ray starts."""
+
+import os
+import types
+
+import pytest
+import ray.train
+from ray.train import RunConfig
+
+from helpers.config import TrainingConfig
+from helpers.production.extras import choose, preemption, trainer_options
+from helpers.production.extras.failures import RecordFailures
+from helpers.production.extras.meter import Meter
+from helpers.production.extras.watchdog import LIMIT, Watchdog
+from helpers.train.extra import Extra
+
+LISTED = {"watchdog": Watchdog(), "meter": Meter()}
+
+
+def test_a_job_changes_the_list_by_name_and_keeps_its_order():
+    assert choose(LISTED, {}) == LISTED
+    assert choose(LISTED, {"meter": None, "watchdog": {"timeout": 60}}) == {"watchdog": Watchdog(timeout=60)}
+    assert choose(LISTED, {"evaluate": {"every": 10}}) == LISTED  # of another notebook
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dog": {}}, "extras='dog' is unknown: choose from watchdog,"),
+        ({"meter": {"every": 3}}, "meter has no 'every'"),
+        ({"watchdog": {"time": 3}}, "watchdog has no 'time': choose from timeout"),
+        ({"watchdog": {"timeout": "soon"}}, "timeout='soon'"),
+        ({"watchdog": {"timeout": -1}}, "timeout=-1"),
+        ({"watchdog": 60}, "watchdog=60 must map"),
+        (["watchdog"], r"extras=\['watchdog'\] must map"),
+    ],
+)
+def test_an_unknown_name_argument_or_value_is_one_sentence(changes, said):
+    with pytest.raises(ValueError, match=said) as raised:
+        choose(LISTED, changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_driver_gets_the_callbacks_of_all_extras(tmp_path):
+    class Told(Extra):
+        def trainer_options(self, config):
+            return {"callbacks": [ray.train.UserCallback()], "validation_config": "a config"}
+
+    options = trainer_options({"told": Told(), **LISTED}, TrainingConfig(storage=str(tmp_path)), RunConfig(name="a"))
+    kinds = [type(callback) for callback in options["run_config"].callbacks]
+    assert kinds == [RecordFailures, ray.train.UserCallback] and options["validation_config"] == "a config"
+
+
+def test_ray_train_waits_for_a_worker_as_long_as_the_watchdog(monkeypatch):
+    monkeypatch.delenv(LIMIT, raising=False)
+    with Watchdog(timeout=60).on_driver(TrainingConfig()):
+        assert float(os.environ[LIMIT]) == 60
+    assert LIMIT not in os.environ
+
+
+def test_a_preemption_is_answered_by_one_checkpoint(monkeypatch):
+    notice = None
+    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: notice)
+    hook, wanted = preemption.Notice("cpu", every_seconds=2.0), []
+    for step in range(1, 12):
+        if step == 4:
+            notice = types.SimpleNamespace(preempted_node_ids=("a",))
+        hook.after_step(step, [], {"step_seconds": 0.5})
+        wanted.append(hook.wants_checkpoint(step))
+    assert [step for step, wants in enumerate(wanted, start=1) if wants] == [4]
