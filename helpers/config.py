@@ -294,7 +294,7 @@ class PreprocessingConfig(Parameters):
     caption_column: Captions = fixes_rows(None, "column of captions, or several; None: caption, text or txt")
     # `prepare.check` records `num_captions` instead.
     max_captions: Count = free(1, "maximum number of captions of a row, if caption_column holds lists or lines")
-    id_column: OptionalText = fixes_rows(None, "column of ids; None: hash, key, __key__, id or the row's place")
+    id_column: OptionalText = fixes_rows(None, "column of ids; None: hash, key, __key__, id or the row number")
     limit: OptionalCount = fixes_rows(None, "maximum number of rows to read; None: all")
     # the transform
     resolutions: Sizes = fixes_rows((32, 64), "pixels; all sizes are encoded in one pass")
