@@ -20,12 +20,11 @@ from ray import cloudpickle
 from ray.data import ActorPoolStrategy
 
 from helpers import cluster
-from helpers.config import TrainingConfig
 from helpers.latents.read import latents_dataset
 from helpers.lesson import estimates
 from helpers.train import metrics
 from tests.benchmarks import made_up, record
-from tests.pipelines import fit
+from tests.pipelines import fit, short_run
 
 BATCH, TRAINER_SECONDS, ENCODER_SECONDS = 64, 0.1, 1.0  # one trainer is as fast as ten encoders
 # Workers cannot import this module: what they need of it travels with the function that they run.
@@ -65,16 +64,9 @@ def loop(started, config, **options):
 
 def measure(uri, name, num_steps, stream=None):
     """(images a second, share of the time that the trainer waits for data)"""
-    config = TrainingConfig(
-        storage=uri,
-        latents_uri=uri,
-        run_name=name,
-        resolution=32,
-        global_batch_size=BATCH,
-        max_steps=num_steps,
-        checkpoint_every=num_steps,
-        validation_share=0,
-    )
+    length = {"max_steps": num_steps, "checkpoint_every": num_steps}
+    size = {"resolution": 32, "global_batch_size": BATCH, "units_per_step": 1, "validation_share": 0}
+    config = short_run(uri, name, latents_uri=uri, **length, **size)
     fit(config, loop=functools.partial(loop, f"{uri}/{name}"), stream=stream)
     return metrics.throughput(metrics.read_metrics(config.run_uri)[:-8], skip=num_steps // 2)
 
