@@ -149,7 +149,7 @@ class LoaderSource(source.StepSource):
         return self.data.first
 
     def resume_point(self) -> dict:
-        return run_folder.choose_resume_point(self.config)
+        return run_folder.choose_resume_point(self.config.run_uri)
 
     def steps(self, step: int) -> Iterator[tuple[list[Unit], float]]:
         plan = load_plan(self.data, self.config)
