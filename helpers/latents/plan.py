@@ -4,12 +4,12 @@ The plan is a pure function of the data sets' row groups, their proportions, the
 
     row groups   | a/0   | a/1   | a/2   | b/0   | b/1   |        in the order of the Parquet files
                         shuffled in every epoch, concatenated
-    epoch        | b/0   | a/2   | b/1   | a/0   | a/1   |        in a mixture: taken from each data set by proportion
+    epoch        | b/0   | a/2   | b/1   | a/0   | a/1   |        uses each row at most once
     chunks       | chunk 0           | chunk 1           |        read together; the rows of a chunk are shuffled
-    units        | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  |        `unit_rows` rows each
-    steps        | step 0  | step 1  | step 2  | step 3  |        unit u belongs to step u // units_per_step (here 2)
-    blocks       | 0, 2    | 1, 3    | 4, 6    | 5, 7    |        units sent together (here block_steps=2)
-    workers      | w0      | w1      | w0      | w1      |        block b goes to worker b % num_workers (here 2)
+    steps        | step 0  | step 1  | step 2  | step 3  |        a global batch each: `units_per_step` units (here 2)
+    units        | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  |        what one worker gets of one step: `unit_rows` rows
+    blocks       | b0 | b1 | b0 | b1 | b2 | b3 | b2 | b3 |        travel together: `block_steps` units (here 2)
+    workers      | w0 | w1 | w0 | w1 | w0 | w1 | w0 | w1 |        block b goes to worker b % num_workers (here 2)
     micro-batches                                                 a worker splits a unit into `micro_batch_size` rows
 
 The global batches are the same for any number of workers, and a run can start at any step by starting at that step's
@@ -32,11 +32,15 @@ If rows have several captions, each epoch samples one for a whole row group, so 
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import functools
+import itertools
+import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -89,18 +93,14 @@ class EpochOrder(NamedTuple):
     ends: np.ndarray
     first_rows: dict[int, int]
 
-    def ranges(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """[(row group, first row, number of rows)] of rows `start` to `stop` of the epoch."""
-        if start == stop:
-            return []
-        first, last = np.searchsorted(self.ends, start, side="right"), np.searchsorted(self.ends, stop, side="left")
-        ranges = []
-        for position in range(first, last + 1):
-            group, group_start = int(self.groups[position]), self.ends[position - 1] if position else 0
-            range_start, range_stop = max(start, group_start), min(stop, self.ends[position])
-            first_row = self.first_rows.get(group, 0) + range_start - group_start
-            ranges.append((group, int(first_row), int(range_stop - range_start)))
-        return ranges
+    def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`(row group, row in the row group)` of rows of the epoch, all (rows,)."""
+        positions = np.searchsorted(self.ends, rows, side="right")
+        groups, starts = self.groups[positions], np.where(positions > 0, self.ends[positions - 1], 0)
+        rows = rows - starts
+        for group, first_row in self.first_rows.items():
+            rows[groups == group] += first_row
+        return groups, rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ class Source:
     files: Files | None
     latents: schema.ColumnSpec
     buckets: tuple[BucketRows, ...]
-    proportion: float = 1.0
+    proportion: Fraction | float = 1
 
     @functools.cached_property
     def num_rows(self) -> int:
@@ -145,7 +145,7 @@ class Shape:
     """
 
     sources: list[Source]
-    share: float = 1.0
+    share: Fraction | float = 1
 
     @property
     def latents(self) -> schema.ColumnSpec:
@@ -156,62 +156,38 @@ class Shape:
         return sum(source.num_rows for source in self.sources)
 
     @property
-    def weight(self) -> float:
-        return sum(source.proportion for source in self.sources)
+    def weight(self) -> Fraction:
+        return sum(exact(source.proportion) for source in self.sources)
 
     @functools.cached_property
     def mixing_schedule(self) -> np.ndarray:
-        """(MIXING_PERIOD,) the source of each consecutive row: the one that is furthest behind its share."""
-        if len(self.sources) == 1:
-            return np.zeros(MIXING_PERIOD, dtype=np.int64)
-        proportions = np.array([source.proportion for source in self.sources])
-        left = np.round(proportions / sum(proportions.tolist()) * MIXING_PERIOD).astype(np.int64)
-        left[np.argmax(left)] += MIXING_PERIOD - left.sum()
-        shares, left, behind = (left / MIXING_PERIOD).tolist(), left.tolist(), [0.0] * len(left)
-        schedule = np.empty(MIXING_PERIOD, dtype=np.int64)
-        for position in range(MIXING_PERIOD):
-            behind = [late + share for late, share in zip(behind, shares, strict=True)]
-            chosen = max((number for number, rows in enumerate(left) if rows), key=behind.__getitem__)
-            schedule[position] = chosen
-            behind[chosen] -= 1
-            left[chosen] -= 1
-        return schedule
+        """(MIXING_PERIOD,) the source of each consecutive row. The rows of a source are evenly spread."""
+        return spread(apportion(MIXING_PERIOD, [source.proportion for source in self.sources]))
 
     @functools.cached_property
     def _cumulative_schedule(self) -> np.ndarray:
         """(MIXING_PERIOD + 1, sources) row i counts each source's rows among the first i rows of the schedule."""
-        counts = np.zeros((MIXING_PERIOD + 1, len(self.sources)), dtype=np.int64)
-        counts[np.arange(1, MIXING_PERIOD + 1), self.mixing_schedule] = 1
-        return np.cumsum(counts, axis=0)
+        is_source = np.arange(len(self.sources)) == self.mixing_schedule[:, None]
+        return np.pad(np.cumsum(is_source, axis=0), ((1, 0), (0, 0)))
 
-    def rows_by_source(self, num_rows: int) -> np.ndarray:
-        """(sources,) how many of an epoch's first `num_rows` rows come from each source."""
-        periods, rest = divmod(num_rows, MIXING_PERIOD)
-        return periods * self._cumulative_schedule[-1] + self._cumulative_schedule[rest]
+    def rows_by_source(self, num_rows: int | np.ndarray) -> np.ndarray:
+        """(..., sources) how many of an epoch's first `num_rows` (...) rows come from each source."""
+        periods, rest = np.divmod(num_rows, MIXING_PERIOD)
+        return np.multiply.outer(periods, self._cumulative_schedule[-1]) + self._cumulative_schedule[rest]
+
+    def source_rows(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`(source, row of the source)` of some rows of the shape in an epoch, all (rows,)."""
+        sources = self.mixing_schedule[rows % MIXING_PERIOD]
+        return sources, self.rows_by_source(rows)[np.arange(len(rows)), sources]
 
     def most_steps(self, batch_rows: int) -> int:
         """Whole steps before the first source runs out."""
-        most_rows = []
-        for source, counts in zip(self.sources, self._cumulative_schedule.T, strict=True):
-            if counts[-1]:  # else the source's proportion is next to nothing
-                periods, rest = divmod(source.num_rows, int(counts[-1]))
-                most_rows.append(periods * MIXING_PERIOD + int(np.searchsorted(counts, rest, side="right")) - 1)
-        return min(most_rows) // batch_rows
+        num_rows = [source.num_rows for source in self.sources]
 
+        def runs_out(steps: int) -> bool:
+            return bool((self.rows_by_source(steps * batch_rows) > num_rows).any())
 
-class ShapeRows(NamedTuple):
-    """The rows of a chunk that are trained on at one shape.
-
-    Args:
-        shape: number of the shape in the plan.
-        first_row: number of the first row among the shape's rows in the epoch. The rows are consecutive.
-        positions: (rows,) positions of these rows in the chunk, ascending. `chunk_rows` shuffles the rows over these
-            positions.
-    """
-
-    shape: int
-    first_row: int
-    positions: np.ndarray
+        return bisect.bisect_left(range(1, self.num_rows // batch_rows + 1), True, key=runs_out)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -248,7 +224,7 @@ class Plan:
         """Rows per block, the same for all: with this as its `batch_size`, a stage receives one block at a time."""
         return self.unit_rows * self.block_steps
 
-    @property
+    @functools.cached_property
     def sources(self) -> list[Source]:
         return [source for shape in self.shapes for source in shape.sources]
 
@@ -265,41 +241,40 @@ class Plan:
         sizes = [shape.latents.resolution for shape in self.shapes]
         return [np.flatnonzero(np.equal(sizes, size)) for size in dict.fromkeys(sizes)]
 
-    def steps_of_rows(self) -> np.ndarray:
-        """(shapes,) limit on the steps of each shape: whole batches of its rows."""
-        return np.array([shape.most_steps(self.batch_rows) for shape in self.shapes], dtype=float)
-
-    def steps_of_mixture(self) -> np.ndarray:
-        """(shapes,) limit on the steps of each shape, so that a mixture keeps its proportions; inf: no limit.
+    def steps_of_mixture(self, shapes: list[Shape]) -> list[int]:
+        """The limit on the steps of each shape of a resolution, so that a mixture keeps its proportions.
 
         A data set has its proportion of a resolution's rows as a whole; its proportion of a single shape may differ. So
-        the data set that runs out first limits the steps of all shapes of the resolution. A resolution with one shape
-        needs no such limit, because `steps_of_rows` already keeps the proportions there.
+        the data set that runs out first limits the steps of all shapes of the resolution.
+
+        Example: two data sets in equal parts, the first with 2,000 square and 2,000 wide images, the second with 1,000
+        square ones. The second runs out after 2,000 rows in all, of which 1,500 are square and 500 wide.
         """
-        steps = np.full(len(self.shapes), np.inf)
-        for numbers in self.by_resolution:
-            shapes = [self.shapes[number] for number in numbers]
-            if len(shapes) > 1:
-                sources = [source for shape in shapes for source in shape.sources]
-                room = min(source.num_rows / source.proportion for source in sources) / self.batch_rows
-                steps[numbers] = np.ceil(room * np.array([shape.weight for shape in shapes]) - 1e-6)
-        return steps
+        sources = [source for shape in shapes for source in shape.sources]
+        rows_of_weight_1 = min(source.num_rows / exact(source.proportion) for source in sources)
+        return [math.ceil(rows_of_weight_1 * shape.weight / self.batch_rows) for shape in shapes]
+
+    def allowed_steps(self, numbers: np.ndarray) -> list[int]:
+        """The limit on the steps of each shape of a resolution: whole batches of its rows, and `steps_of_mixture`."""
+        shapes = [self.shapes[number] for number in numbers]
+        steps = [shape.most_steps(self.batch_rows) for shape in shapes]
+        # A single shape keeps the proportions by itself.
+        return list(map(min, steps, self.steps_of_mixture(shapes))) if len(shapes) > 1 else steps
 
     @functools.cached_property
     def shape_steps(self) -> np.ndarray:
         """(shapes,) steps per epoch of each.
 
-        An epoch ends as soon as any resolution runs out of rows for its share of the steps. The steps of a resolution
-        are divided among its shapes in proportion to the lower of the limits `steps_of_rows` and `steps_of_mixture`.
+        An epoch ends as soon as any resolution runs out of steps for its share. The steps of a resolution are divided
+        among its shapes in proportion to `allowed_steps`.
         """
-        allowed = np.minimum(self.steps_of_rows(), self.steps_of_mixture())
-        shares = [self.shapes[numbers[0]].share for numbers in self.by_resolution]
-        available = [allowed[numbers].sum() for numbers in self.by_resolution]
-        total = min(int(steps / share + 1e-9) for steps, share in zip(available, shares, strict=True))
-        steps = np.zeros(len(self.shapes), np.int64)
-        for numbers, count in zip(self.by_resolution, apportion(total, shares), strict=True):
-            steps[numbers] = apportion(count, allowed[numbers])
-        return steps
+        shares = [exact(self.shapes[numbers[0]].share) for numbers in self.by_resolution]
+        allowed = [self.allowed_steps(numbers) for numbers in self.by_resolution]
+        total = min(math.floor(sum(steps) / share) for steps, share in zip(allowed, shares, strict=True))
+        shape_steps = np.zeros(len(self.shapes), np.int64)
+        for numbers, steps, count in zip(self.by_resolution, allowed, apportion(total, shares), strict=True):
+            shape_steps[numbers] = apportion(count, steps)
+        return shape_steps
 
     @functools.cached_property
     def shape_schedule(self) -> tuple[np.ndarray, np.ndarray]:
@@ -336,19 +311,21 @@ class Plan:
     def chunks_per_epoch(self) -> int:
         return -(-self.units_per_epoch // self.chunk_units)
 
-    # ---- from steps to chunks, units and blocks
+    # ---- from steps to chunks and units
 
-    def chunk_of(self, unit: int) -> int:
-        """The chunk that a unit belongs to."""
-        epoch, unit_in_epoch = divmod(unit, self.units_per_epoch)
-        return epoch * self.chunks_per_epoch + unit_in_epoch // self.chunk_units
+    def step_units(self, first_step: int, end_step: int) -> range:
+        """The units of steps `first_step` to `end_step` (exclusive)."""
+        return range(first_step * self.units_per_step, end_step * self.units_per_step)
 
     def chunk_range(self, first_step: int, end_step: int) -> range:
         """The chunks that hold the units of steps `first_step` to `end_step` (exclusive)."""
-        if first_step >= end_step:
-            return range(0)
-        first_unit, end_unit = first_step * self.units_per_step, end_step * self.units_per_step
-        return range(self.chunk_of(first_unit), self.chunk_of(end_unit - 1) + 1)
+
+        def chunk_of(unit: int) -> int:
+            epoch, unit_in_epoch = divmod(unit, self.units_per_epoch)
+            return epoch * self.chunks_per_epoch + unit_in_epoch // self.chunk_units
+
+        units = self.step_units(first_step, end_step)
+        return range(chunk_of(units[0]), chunk_of(units[-1]) + 1) if units else range(0)
 
     def unit_range(self, chunk: int) -> range:
         """The units of a chunk."""
@@ -357,20 +334,18 @@ class Plan:
         return range(start, min(start + self.chunk_units, (epoch + 1) * self.units_per_epoch))
 
     # ---- blocks, and the workers that get them
-    #
-    # With units_per_step=3, block_steps=2, and 5 steps an epoch:
-    #
-    #     steps 0 and 1      steps 2 and 3      step 4       the next epoch
-    #     block 0: 0, 3      block 3: 6, 9      block 6: 12  block  9: 15, 18
-    #     block 1: 1, 4      block 4: 7, 10     block 7: 13  block 10: 16, 19
-    #     block 2: 2, 5      block 5: 8, 11     block 8: 14  ...
-    #
-    # Of two workers, worker 0 gets blocks 0, 2, 4, ...: units 0 and 2 of step 0, unit 7 of step 2.
 
-    def block_table(self, units: np.ndarray | range, first_step: int) -> tuple[np.ndarray, np.ndarray]:
+    def block_table(self, units: Sequence[int], first_step: int) -> tuple[np.ndarray, np.ndarray]:
         """`(block, slot)` of each unit, both (units,), in a dataset that starts at `first_step`.
 
         Block b is the dataset's block number b, and goes to worker b % num_workers. `slot`: the unit's position in it.
+        A unit shares its block with the same units wherever the run starts. With units_per_step=3, block_steps=2 and 5
+        steps an epoch, the units of each block are:
+
+            steps 0 and 1      steps 2 and 3      step 4       the next epoch
+            block 0: 0, 3      block 3: 6, 9      block 6: 12  block  9: 15, 18
+            block 1: 1, 4      block 4: 7, 10     block 7: 13  block 10: 16, 19
+            block 2: 2, 5      block 5: 8, 11     block 8: 14  ...
         """
         units = np.append(first_step * self.units_per_step, units)
         epochs, units = np.divmod(units, self.units_per_epoch)
@@ -383,86 +358,82 @@ class Plan:
     def blocks(self, chunk: int, first_step: int, end_step: int) -> np.ndarray:
         """(blocks, block_steps) the units of each block, for the blocks of a chunk that a range of steps needs.
 
-        The range is `first_step` to `end_step` (exclusive). All blocks have the same number of rows. A unit belongs to
-        the same block wherever the run starts. An entry is -1 if the range does not need its unit, or if its position
-        is past the end of the epoch.
+        The range is `first_step` to `end_step` (exclusive). All blocks have the same number of rows: an entry is -1 if
+        the range does not need its unit, or if its position is past the end of the epoch.
         """
-        units = np.array(self.unit_range(chunk))
-        if self.block_steps > 1:
-            group = self.block_steps * self.units_per_step  # units of the blocks with the same steps
-            units = np.pad(units, (0, -len(units) % group), constant_values=-1)
-            units = units.reshape(-1, self.block_steps, self.units_per_step).swapaxes(1, 2)
-        blocks = units.reshape(-1, self.block_steps)
-        needed = (blocks >= first_step * self.units_per_step) & (blocks < end_step * self.units_per_step)
-        return np.where(needed, blocks, -1)[needed.any(axis=1)]
+        needed, chunk_units = self.step_units(first_step, end_step), self.unit_range(chunk)
+        units = range(max(needed.start, chunk_units.start), min(needed.stop, chunk_units.stop))
+        blocks, slots = self.block_table(units, first_step)
+        table = np.full((1 + blocks[-1] - blocks[0], self.block_steps), -1)
+        table[blocks - blocks[0], slots] = units
+        return table
 
-    def block_of(self, unit: int) -> int:
-        """The block that holds a unit, numbered through the run."""
-        epoch, unit_in_epoch = divmod(unit, self.units_per_epoch)
-        step, position = divmod(unit_in_epoch, self.units_per_step)
-        blocks_per_epoch = -(-self.steps_per_epoch // self.block_steps) * self.units_per_step
-        return epoch * blocks_per_epoch + step // self.block_steps * self.units_per_step + position
-
-    def first_unit_of_block(self, unit: int) -> int:
-        """The first unit of the block that holds a unit."""
-        step = unit % self.units_per_epoch // self.units_per_step
-        return unit - step % self.block_steps * self.units_per_step
-
-    def units_of_worker(self, step: int, first_step: int, rank: int, world_size: int) -> range:
+    def units_of_worker(self, step: int, first_step: int, rank: int, world_size: int) -> list[int]:
         """The units of a step that a worker gets from a dataset that starts at `first_step`."""
-        first_unit = step * self.units_per_step
-        blocks_before = self.block_of(first_unit) - self.block_of(first_step * self.units_per_step)
-        return range(first_unit + (rank - blocks_before) % world_size, first_unit + self.units_per_step, world_size)
+        units = self.step_units(step, step + 1)
+        blocks, _ = self.block_table(units, first_step)
+        return [unit for unit, block in zip(units, blocks, strict=True) if block % world_size == rank]
 
     def padding_blocks(self, first_step: int, end_step: int) -> int:
         """Number of padding blocks to append after the blocks of these steps.
 
         Without them, `streaming_split(equal=True)` would drop the last blocks that do not divide equally.
         """
-        first_unit, last_unit = first_step * self.units_per_step, end_step * self.units_per_step - 1
-        num_blocks = self.block_of(last_unit) + 1 - self.block_of(first_unit)
-        return max(-num_blocks % num_workers for num_workers in self.worker_counts)
+        (last_block,), _ = self.block_table([end_step * self.units_per_step - 1], first_step)
+        return max(int(-(last_block + 1) % num_workers) for num_workers in self.worker_counts)
 
     # ---- from chunks to rows
 
-    def epoch_orders(self, epoch: int) -> list[list[EpochOrder]]:
-        """The orders of an epoch: for each shape, those of its sources."""
-        numbers = iter(range(len(self.sources)))
-        return [[source.order(self.seed, epoch, next(numbers)) for source in shape.sources] for shape in self.shapes]
+    def epoch_orders(self, epoch: int) -> list[EpochOrder]:
+        """The orders of an epoch, one for each source."""
+        return [source.order(self.seed, epoch, number) for number, source in enumerate(self.sources)]
 
-    def shape_rows(self, chunk: int) -> Iterator[ShapeRows]:
-        """The rows of a chunk, for each shape that it holds steps of."""
+    def chunk_sources(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+        """`(source, row of the source in the epoch)` of each row of a chunk before it is shuffled, both (rows,)."""
         units = np.array(self.unit_range(chunk)) % self.units_per_epoch
         steps, slots = np.divmod(units, self.units_per_step)
-        shape_of_unit, earlier_steps = (values[steps] for values in self.shape_schedule)
-        for number in np.unique(shape_of_unit):
-            here = np.flatnonzero(shape_of_unit == number)
-            first_unit = int(earlier_steps[here[0]]) * self.units_per_step + int(slots[here[0]])
-            positions = (here[:, None] * self.unit_rows + np.arange(self.unit_rows)).reshape(-1)
-            yield ShapeRows(number, first_unit * self.unit_rows, positions)
+        shapes, earlier_steps = (values[steps] for values in self.shape_schedule)
+        first_rows = (earlier_steps * self.units_per_step + slots) * self.unit_rows
+        rows = (first_rows[:, None] + np.arange(self.unit_rows)).ravel()  # of the row's shape in the epoch
+        shapes, sources = np.repeat(shapes, self.unit_rows), np.empty(len(rows), np.int64)
+        num_sources = [len(shape.sources) for shape in self.shapes]
+        for number in np.unique(shapes):
+            here = shapes == number
+            of_shape, rows[here] = self.shapes[number].source_rows(rows[here])
+            sources[here] = sum(num_sources[:number]) + of_shape
+        return sources, rows
 
     def chunk_rows(
-        self, chunk: int, orders: list[list[EpochOrder]] | None = None
+        self, chunk: int, orders: list[EpochOrder] | None = None
     ) -> tuple[list[tuple[Source, list[RowRange]]], np.ndarray]:
         """The rows of a chunk: `([(source, its row ranges)], permutation)`.
 
-        Row i of the chunk is row `permutation[i]` of all these row ranges concatenated. `orders`: what `epoch_orders`
-        returns for the chunk's epoch; None: it is computed here, once per process.
+        Row i of the chunk is row `permutation[i]` of all these row ranges concatenated. Row ranges are in the order of
+        the files. `orders`: what `epoch_orders` returns for the chunk's epoch; None: it is computed here, once per
+        process.
         """
         epoch, index = divmod(chunk, self.chunks_per_epoch)
-        orders, random = orders or _epoch_orders(self, epoch), np.random.default_rng([self.seed, epoch, index])
-        ranges, permutation, num_read = [], np.empty(len(self.unit_range(chunk)) * self.unit_rows, np.int64), 0
-        for number, first_row, positions in self.shape_rows(chunk):
-            shape, end_row = self.shapes[number], first_row + len(positions)
-            source_of_row = np.take(shape.mixing_schedule, np.arange(first_row, end_row), mode="wrap")
-            firsts, ends = shape.rows_by_source(first_row).tolist(), shape.rows_by_source(end_row).tolist()
-            of_source = zip(shape.sources, orders[number], firsts, ends, strict=True)
-            for source_number, (source, order, first, end) in enumerate(of_source):
-                found = order.ranges(first, end)
-                ranges.append((source, [self.with_caption(source.files.row_range(*one), epoch) for one in found]))
-                permutation[positions[source_of_row == source_number]] = num_read + random.permutation(end - first)
-                num_read += end - first
-        return ranges, permutation
+        orders = orders or _epoch_orders(self, epoch)
+        sources, rows = self.chunk_sources(chunk)
+        # The shuffle: rows of the same source swap their positions, so batches keep the proportions of a mixture.
+        random = np.random.default_rng([self.seed, epoch, index]).random(len(rows))
+        rows[np.argsort(sources, kind="stable")] = rows[np.lexsort((random, sources))]
+        groups = np.empty(len(rows), np.int64)
+        for number in np.unique(sources):
+            here = sources == number
+            groups[here], rows[here] = orders[number].locate(rows[here])
+        # The order of reading: by source, then as they lie in the files.
+        reading = np.lexsort((rows, groups, sources))
+        permutation = np.argsort(reading)
+        sources, groups, rows = sources[reading], groups[reading], rows[reading]
+        is_next = (np.diff(sources) != 0) | (np.diff(groups) != 0)
+        starts = [0, *np.flatnonzero(is_next) + 1, len(rows)]
+        ranges = collections.defaultdict(list)
+        for start, stop in itertools.pairwise(starts):
+            source = self.sources[sources[start]]
+            of_group = source.files.row_range(groups[start], rows[start], stop - start)
+            ranges[source].append(self.with_caption(of_group, epoch))
+        return list(ranges.items()), permutation
 
     def with_caption(self, rows: RowRange, epoch: int) -> RowRange:
         """Rows of a row group, with the caption that the epoch samples for it."""
@@ -482,15 +453,31 @@ def draw_caption(shares: Sequence[float], seed: int, epoch: int, name: str) -> i
 
 
 @functools.lru_cache(maxsize=2)
-def _epoch_orders(plan: Plan, epoch: int) -> list[list[EpochOrder]]:
+def _epoch_orders(plan: Plan, epoch: int) -> list[EpochOrder]:
     return plan.epoch_orders(epoch)
 
 
-def apportion(total: int, weights: Sequence[float]) -> np.ndarray:
-    """`total` divided into whole numbers in proportion to `weights`, each less than 1 away from its exact quota."""
-    exact = total * np.asarray(weights, dtype=float) / (sum(weights) or 1)
-    parts = np.floor(exact + 1e-9).astype(np.int64)
-    parts[np.argsort(parts - exact, kind="stable")[: total - parts.sum()]] += 1
+# ---- whole numbers in proportion
+
+
+def exact(share: Fraction | float) -> Fraction:
+    """A share as a fraction: 0.1 becomes 1/10, not the nearest binary number."""
+    if isinstance(share, Fraction):
+        return share
+    return Fraction(share).limit_denominator(10**9) or Fraction(share)
+
+
+def apportion(total: int, weights: Sequence[Fraction | float]) -> list[int]:
+    """`total` divided into whole numbers in proportion to `weights`, each less than 1 away from its exact quota.
+
+    The parts with the largest remainders are rounded up.
+    """
+    weights = [exact(weight) for weight in weights]
+    quotas = [total * weight / (sum(weights) or 1) for weight in weights]
+    parts = [math.floor(quota) for quota in quotas]
+    largest = sorted(range(len(parts)), key=lambda number: parts[number] - quotas[number])
+    for number in largest[: total - sum(parts)]:
+        parts[number] += 1
     return parts
 
 
@@ -507,7 +494,7 @@ def spread(counts: Sequence[int]) -> np.ndarray:
 
 
 class PlanSettings(Protocol):
-    """What a plan depends on besides the data; `config.training.TrainingConfig` is one.
+    """What a plan depends on besides the data; `config.TrainingConfig` is one.
 
     Args:
         resolution_shares: {resolution: its share of the steps}; they add up to 1.
@@ -592,10 +579,10 @@ def sources_by_shape(
         sources.append(Source(files, columns[name], tuple(rows)))
         resolution_rows[columns[name].resolution] += sources[-1].num_rows
 
-    def weight(source: Source) -> float:
+    def weight(source: Source) -> Fraction:
         """The source's proportion: such that a shape gets steps of its resolution in proportion to its rows."""
         size = source.latents.resolution
-        return proportion * (source.num_rows / resolution_rows[size] * shares[size])
+        return exact(proportion) * exact(shares[size]) * Fraction(source.num_rows, resolution_rows[size])
 
     return [dataclasses.replace(source, proportion=weight(source)) for source in sources]
 
@@ -606,12 +593,11 @@ def allocate_rows(
     """{column: {bucket: (start, stop)}}: an allocation of each bucket's rows, in an epoch's order, to columns.
 
     A row that reaches several resolutions is trained on at one of them. Resolutions take rows in turn, the largest
-    first. The number of rows that a resolution takes is its share of `most_rows`. They come from all buckets that reach
-    the resolution: the same fraction of each bucket's remaining rows. The smallest resolution comes last and takes all
-    remaining rows that reach it, because no other resolution will use them.
+    first. A resolution takes its share of `epoch_rows`: the same fraction of the remaining rows of each bucket that
+    reaches it. The smallest resolution takes all remaining rows that reach it, because no other will use them.
 
-    Example: with buckets {"32": 100, "32+64": 300} and shares {32: 0.5, 64: 0.5}, `most_rows` is 400. So 64 pixels get
-    200 rows, the first two thirds of "32+64". Then 32 pixels get the last third, and all of "32".
+    Example: buckets {"32": 100, "32+64": 300} and shares {32: 0.5, 64: 0.5}. An epoch can use 400 rows, so 64 pixels
+    take 200: two thirds of the 300 rows of "32+64". Then 32 pixels take the last third of "32+64", and all of "32".
 
     Args:
         buckets: bucket -> rows.
@@ -623,30 +609,33 @@ def allocate_rows(
         names = {spec.name for spec in columns if spec.resolution == size}
         pairs = ((bucket, name) for bucket in buckets for name in schema.bucket_columns(bucket) if name in names)
         reaching[size] = dict(pairs)
-    total, used = most_rows(buckets, reaching, shares), dict.fromkeys(buckets, 0)
+    usable, used = epoch_rows(buckets, reaching, shares), dict.fromkeys(buckets, 0)
     allocated = {spec.name: {} for spec in columns}
     for size, column_of in reaching.items():
-        available = sum(buckets[bucket] - used[bucket] for bucket in column_of)
-        part = 1.0 if size == min(shares) else min(1.0, total * shares[size] / max(available, 1))
+        wanted, remaining = usable * exact(shares[size]), sum(buckets[bucket] - used[bucket] for bucket in column_of)
+        fraction = 1 if size == min(shares) else min(1, wanted / max(remaining, 1))
         for bucket, column in column_of.items():
-            start, stop = used[bucket], used[bucket] + round((buckets[bucket] - used[bucket]) * part)
+            start, stop = used[bucket], used[bucket] + round((buckets[bucket] - used[bucket]) * fraction)
             if stop > start:
                 allocated[column][bucket] = (start, stop)
             used[bucket] = stop
     return {column: spans for column, spans in allocated.items() if spans}
 
 
-def most_rows(buckets: dict[str, int], reaching: dict[int, Iterable[str]], shares: dict[int, float]) -> float:
+def epoch_rows(buckets: dict[str, int], reaching: dict[int, Iterable[str]], shares: dict[int, float]) -> Fraction:
     """The most rows that an epoch can use such that every resolution gets its share of them.
 
-    Each resolution sets a limit. The limit is the number of rows that reach this resolution or a larger one, divided by
-    the sum of the shares of these resolutions. The smallest limit is returned.
+    Each resolution sets a limit, and the smallest limit counts. The example of `allocate_rows`:
+
+        resolution   reached there or above   rows   share of these resolutions   limit: rows / share
+        64           "32+64"                  300    0.5                          600
+        32           "32+64", "32"            400    1                            400
 
     `reaching`: resolution, the largest first -> the buckets that reach it.
     """
-    limits, reached, share = [], set(), 0.0
+    limits, reached, share = [], set(), Fraction(0)
     for size, names in reaching.items():
         reached |= set(names)
-        share += shares[size]
+        share += exact(shares[size])
         limits.append(sum(buckets[bucket] for bucket in reached) / share)
     return min(limits)

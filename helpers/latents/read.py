@@ -286,12 +286,12 @@ class ChunkReader:
         orders: as for `Plan.chunk_rows`.
     """
 
-    def __init__(self, plan: Plan, chunk: int, read: ReadRows, orders: list[list[EpochOrder]] | None = None):
+    def __init__(self, plan: Plan, chunk: int, read: ReadRows, orders: list[EpochOrder] | None = None):
         self.plan, self.chunk = plan, chunk
         ranges, self.permutation = plan.chunk_rows(chunk, orders)
         self.reading: list[Future] = []
         for source, of_source in ranges:
-            for _, of_file in itertools.groupby(of_source, key=lambda rows: rows.file_name):
+            for _, of_file in itertools.groupby(of_source, key=lambda rows: rows.file):
                 read_file = functools.partial(read, list(of_file), source)
                 self.reading.append(threads("reads").submit(read_repeatedly, read_file))
 
@@ -306,8 +306,8 @@ class ChunkReader:
         first_unit = plan.unit_range(self.chunk).start
         for units in blocks:
             first_rows = np.maximum(units - first_unit, 0) * plan.unit_rows
-            places = (first_rows[:, None] + np.arange(plan.unit_rows)).reshape(-1)
-            columns = {name: take(rows[name], self.permutation[places]) for name in rows.column_names}
+            positions = (first_rows[:, None] + np.arange(plan.unit_rows)).reshape(-1)
+            columns = {name: take(rows[name], self.permutation[positions]) for name in rows.column_names}
             yield pa.table({**columns, UNIT: np.repeat(units, plan.unit_rows)})
 
 
@@ -359,15 +359,18 @@ def read_row_ranges(row_ranges: list[RowRange], columns: list[str], files: Files
     is damaged.
     """
     tables = []
-    for (file_name, number), of_file in itertools.groupby(row_ranges, key=lambda rows: (rows.file_name, rows.file)):
+    for number, of_file in itertools.groupby(row_ranges, key=lambda rows: rows.file):
         # A row group's columns are contiguous: `pre_buffer` reads them all in one request to an object store.
-        with open_parquet(storage.join(files.uri, "data", file_name), pre_buffer=True) as file:
+        with open_parquet(storage.join(files.uri, "data", files.names[number].as_py()), pre_buffer=True) as file:
             check_file(file, files, number)
-            for rows in of_file:
-                stored = [schema.numbered(c, rows.caption) if c in CAPTION_COLUMNS else c for c in columns]
-                group = file.read(stored, [rows.row_group], use_threads=False)
-                group = group.select(stored).rename_columns(columns)
-                tables.append(group.slice(rows.first_row, rows.num_rows))
+            for caption, of_caption in itertools.groupby(of_file, key=lambda rows: rows.caption):
+                of_caption = list(of_caption)
+                stored = [schema.numbered(c, caption) if c in CAPTION_COLUMNS else c for c in columns]
+                groups = file.read(stored, [rows.row_group for rows in of_caption], use_threads=False)
+                groups, start = groups.select(stored).rename_columns(columns), 0
+                for rows in of_caption:
+                    tables.append(groups.slice(start + rows.first_row, rows.num_rows))
+                    start += file.metadata.row_group(rows.row_group).num_rows
     return pa.concat_tables(tables)
 
 
@@ -398,14 +401,14 @@ def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.Array | pa.ChunkedArra
         return column.take(rows)
     ends = np.cumsum([len(chunk) for chunk in column.chunks])
     chunks = np.searchsorted(ends, rows, side="right")
-    places = zip(chunks.tolist(), (rows - np.concatenate([[0], ends])[chunks]).tolist(), strict=True)
+    positions = zip(chunks.tolist(), (rows - np.concatenate([[0], ends])[chunks]).tolist(), strict=True)
     if not is_fixed:
-        return pa.concat_arrays([column.chunk(chunk).slice(row, 1) for chunk, row in places])
+        return pa.concat_arrays([column.chunk(chunk).slice(row, 1) for chunk, row in positions])
     width = column.type.byte_width
     arrays = [schema.from_binary(chunk, (width,), np.uint8)[0] for chunk in column.chunks]
     # Arrow's memory pool reuses the memory of earlier blocks; new memory would be zeroed page by page.
     values = np.frombuffer(pa.allocate_buffer(len(rows) * width), np.uint8).reshape(-1, width)
-    for value, (chunk, row) in zip(values, places, strict=True):
+    for value, (chunk, row) in zip(values, positions, strict=True):
         value[:] = arrays[chunk][row]
     valid = column.is_valid().to_numpy()[rows] if column.null_count else None
     return schema.to_binary(values, valid, np.uint8)
@@ -424,15 +427,15 @@ def worker_units(
     blocks, received = iter(blocks), {}
     for step in steps:
         expected = plan.units_of_worker(step, steps.start, rank, world_size)
-        while any(unit not in received for unit in expected):
+        while not received.keys() >= set(expected):
             block = next(blocks, None)
             units = {} if block is None else split_units(block, plan.unit_rows)
             if not units.keys() & set(expected):
                 raise RuntimeError(
-                    f"Worker {rank} expected units {list(expected)} for step {step} and received {sorted(units)}: the "
+                    f"Worker {rank} expected units {expected} for step {step} and received {sorted(units)}: the "
                     "data starts at another step than the checkpoint, or Ray Data did not keep the order of its blocks."
                 )
-            received.update((unit, rows) for unit, rows in units.items() if unit >= expected.start)
+            received |= units
         yield {unit: received.pop(unit) for unit in expected}
 
 

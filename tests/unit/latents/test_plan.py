@@ -357,9 +357,8 @@ def test_a_unit_tells_its_block_in_any_epoch():
     assert blocks[:11] == [
         [0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11], [12, -1], [13, -1], [14, -1], [15, 18], [16, 19]
     ]  # fmt: skip
-    for number, block in enumerate(blocks):
-        for unit in filter(lambda unit: unit >= 0, block):
-            assert (plan.block_of(unit), plan.first_unit_of_block(unit)) == (number, block[0])
+    numbers, slots = plan.block_table(range(30), 0)
+    assert all(blocks[number][slot] == unit for unit, (number, slot) in enumerate(zip(numbers, slots, strict=True)))
     assert [list(plan.units_of_worker(step, 0, 0, 2)) for step in range(3)] == [[0, 2], [3, 5], [7]]
 
 
