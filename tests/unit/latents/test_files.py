@@ -15,9 +15,9 @@ from helpers.latents.parquet import write_latents_file
 from helpers.latents.plan import load_plan
 from helpers.latents.read import example_rows, latents_reader
 from helpers.lesson import display
-from helpers.production import monitor
 from helpers.production.checks import training
 from helpers.production.data.validation_set import ValidationSet
+from helpers.train import start
 from tests.latents import read_steps, write_job
 
 SPECS = [
@@ -100,7 +100,7 @@ def test_a_damaged_value_is_noticed(latents, read):
 
 
 @pytest.mark.parametrize("fault", ["missing", "cut short"])
-def test_a_run_does_not_start_on_a_file_that_is_missing_or_cut_short(latents, tmp_path, fault, monkeypatch):
+def test_a_run_does_not_start_on_a_file_that_is_missing_or_cut_short(latents, tmp_path, fault):
     file = file_of(latents)
     if fault == "missing":
         file.unlink()
@@ -108,11 +108,9 @@ def test_a_run_does_not_start_on_a_file_that_is_missing_or_cut_short(latents, tm
         os.truncate(file, file.stat().st_size // 2)
     with pytest.raises((ValueError, OSError), match=file.name):
         train(latents)
-    monkeypatch.setattr(training, "check_run", lambda config, data: None)  # the made-up latents fit no U-Net
-    monkeypatch.setattr(training, "describe_shapes", lambda plan: [])
     config = TrainingConfig(storage=str(tmp_path), latents_uri=str(latents), resolution=32, validation_share=0.3)
     with pytest.raises(ValueError, match=f"{file.name} (is missing|has .* bytes in place of .*): restore the file"):
-        monitor.open_run(config)
+        start.open_run(config, checks=[training.files_are_there])
     assert not pathlib.Path(config.run_uri).exists()
 
 
