@@ -12,8 +12,9 @@ import difflib
 import functools
 import json
 import os
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -93,6 +94,7 @@ def derived(default: Any, *, fixes: str) -> Any:
     return dataclasses.field(default=default, metadata={"derived": True, "fixes": fixes})
 
 
+NUMBER = re.compile(r"\s*[-+]?[\d.]+(e[-+]?\d+)?\s*")  # YAML reads 3e-3 as a text
 LATENTS_URI = "encoded data; empty: storage/latents"
 PARAMETERS_PAGE = "helpers/docs/PARAMETERS.md, which lists all parameters and what replaced earlier ones"
 COMMIT = "REPLACE_WITH_COMMIT"  # in profiles: the commit of a model of the hub that is not known here
@@ -143,18 +145,8 @@ def describe_error(cls: type, error: dict, values: dict) -> str:
         return f"{name}={values[name]!r} is not a parameter of {cls.__name__}: see {PARAMETERS_PAGE}."
     if error["type"] == "literal_error":
         return f"{name}={values[name]!r} is unknown: choose one of {error['ctx']['expected']}."
-    quoted = f": write {values[name].strip()}, without quotes" if is_quoted(values[name]) else ""
+    quoted = ", without quotes" if isinstance(values[name], str) and NUMBER.fullmatch(values[name]) else ""
     return f"{name}={values[name]!r} must be {cls.__pydantic_fields__[name].description}{quoted}."
-
-
-def is_quoted(value: Any) -> bool:
-    """Whether a value is a text that spells a number, a list, True, False or None."""
-    if not isinstance(value, str):
-        return False
-    try:
-        return not isinstance(ast.literal_eval(value.strip()), str)
-    except (SyntaxError, ValueError):
-        return False
 
 
 def check_names(cells: Sequence[str]) -> None:
@@ -208,8 +200,7 @@ class Parameters:
         Raises ValueError for a name in a parameters cell that no notebook has as a parameter.
         """
         check_names(namespace.get("In", ()))
-        names = names_of(cls)
-        return cls(**{name: namespace[name] for name in names if name in namespace})
+        return cls(**{name: namespace[name] for name in names_of(cls) if name in namespace})
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -218,6 +209,11 @@ class Parameters:
         """{name: value} of the parameters that fix `what`: "rows", "latents" or "run"."""
         names = [field.name for field in dataclasses.fields(self) if field.metadata["fixes"] in what]
         return {name: getattr(self, name) for name in names}
+
+    def refuse(self, problems: Iterable[str]) -> None:
+        """Raises ValueError that names all problems, a sentence each."""
+        if sentences := " ".join(problems):
+            raise ValueError(sentences)
 
     def set_derived(self, **values: Any) -> None:
         """Set fields that follow from others. Only `__post_init__` may: a config does not change afterwards."""
@@ -282,8 +278,6 @@ def pool_size(num_encoders: int | Sequence[int]) -> dict[str, int]:
 class PreprocessingConfig(Parameters):
     """Raw images and captions -> latents."""
 
-    image_column_is_found: ClassVar[bool] = False  # by `layout.look`; no parameter
-
     # the input
     input_uri: Location = free("", "raw data: a file, folder or pattern, local or s3://; empty: drawn sample data")
     input_format: InputFormat = fixes_rows(
@@ -316,20 +310,31 @@ class PreprocessingConfig(Parameters):
     num_encoders: Workers = free(1, "encoder actors; (least, most): as many as there is work and room for")
     gpus_per_encoder: Gpus = free(0, "GPUs per encoder; 0: encode on CPUs; 0.5: two encoders share a GPU")
     encoder_accelerator_type: OptionalText = free(None, 'kind of the encoders\' GPUs, such as "A10G"; None: any')
-    # Derived by `prepare.fit_denoiser`: sides of shapes other than squares are multiples of `size_multiple` pixels.
+    # Derived by `prepare.derive`: sides of shapes other than squares are multiples of `size_multiple` pixels.
     size_multiple: Count = derived(16, fixes="rows")
     text_cleaning: TextCleaning = derived("none", fixes="latents")
 
     def __post_init__(self) -> None:
         self.set_derived(latents_uri=self.latents_uri or storage.join(self.storage, "latents"))
-        if len(set(self.caption_columns)) < len(self.caption_columns) or self.caption_column in ("", ()):
-            raise ValueError(f"caption_column={self.caption_column!r} must name one column, or several different ones.")
-        if len(self.caption_columns) > 1 and self.max_captions > 1:
-            raise ValueError(
-                f"max_captions={self.max_captions} is for a column of lists, and caption_column="
-                f"{self.caption_column!r} names several columns, one for each caption: set max_captions back to 1."
-            )
-        self.check_shapes()
+        self.refuse(self.find_problems())
+
+    def find_problems(self) -> Iterator[str]:
+        """Sentences that say which parameters do not go together."""
+        columns = self.caption_columns
+        if len(set(columns)) < len(columns) or self.caption_column in ("", ()):
+            yield f"caption_column={self.caption_column!r} must name one column, or several different ones."
+        elif len(columns) > 1 and self.max_captions > 1:
+            yield f"max_captions={self.max_captions} is for a single caption_column: set it to 1."
+        known = {}
+        for resolution, shapes in self.shapes.items():
+            for width, height in shapes:
+                other = known.setdefault((width, height), resolution)
+                if other != resolution or 0 in (width, height):
+                    what = "has a side of 0" if 0 in (width, height) else f"is one of resolution {other} too"
+                    yield (
+                        f"aspect_ratios={list(self.aspect_ratios)} come to {width} x {height} pixels at resolution "
+                        f"{resolution}, which {what}: leave that ratio out."
+                    )
 
     def model_parameter(self, part: str) -> str:
         """The parameter that names the model of `part`: "vae", or "text_encoder" (with its tokenizer)."""
@@ -339,22 +344,9 @@ class PreprocessingConfig(Parameters):
         """The model of `part`: "vae", or "text_encoder" (with its tokenizer)."""
         return getattr(self, self.model_parameter(part))
 
-    def check_shapes(self) -> None:
-        """Raises ValueError for a side of 0, and for a shape that belongs to two resolutions."""
-        known = {}
-        for resolution, shapes in self.shapes.items():
-            for shape in shapes:
-                if 0 not in shape and known.setdefault(shape, resolution) == resolution:
-                    continue
-                what = "has a side of 0" if 0 in shape else f"is one of {known[shape]} too"
-                raise ValueError(
-                    f"aspect_ratios={list(self.aspect_ratios)} come to {shape[0]} x {shape[1]} pixels at "
-                    f"resolution {resolution}, which {what}: leave that ratio out."
-                )
-
     @property
     def caption_columns(self) -> list[str]:
-        """The columns that `caption_column` names; [] if that is left to `layout.look`."""
+        """The columns that `caption_column` names; [] if that is left open."""
         return [self.caption_column] if isinstance(self.caption_column, str) else list(self.caption_column or ())
 
     @property
@@ -473,36 +465,34 @@ class TrainingConfig(Parameters):
     checkpoints_kept: Count = free(2, "number of newest checkpoints kept, besides the best one")
 
     def __post_init__(self) -> None:
-        if self.caption_shares and abs(sum(self.caption_shares) - 1) > 1e-6:
-            raise ValueError(
-                f"caption_shares={list(self.caption_shares)} add up to {sum(self.caption_shares):g}: give shares of 1."
-            )
         for arguments in self.extras.values():
             check_commits(arguments or {})
-        given = self.units_per_step
-        self.set_derived(latents_uri=self.resolve_latents(), units_per_step=given or self.most_workers)
+        units = self.units_per_step or self.most_workers
+        self.set_derived(latents_uri=self.resolve_latents(), units_per_step=units)
         self.follow_objective()
+        self.refuse([*self.find_problems(), *self.find_objective_problems()])
+
+    def find_problems(self) -> Iterator[str]:
+        """Sentences that say which parameters of the data, the batches and the kernels do not go together."""
+        if self.caption_shares and abs(sum(self.caption_shares) - 1) > 1e-6:
+            yield f"caption_shares={list(self.caption_shares)} add up to {sum(self.caption_shares):g}, not to 1."
+        units, batch = f"units_per_step={self.units_per_step}", f"global_batch_size={self.global_batch_size}"
         if self.most_workers > self.units_per_step:
-            raise ValueError(
-                f"num_training_workers={self.num_training_workers} is more than units_per_step={self.units_per_step}, "
-                "and a worker without a unit only waits: use fewer workers, or more units in a new run."
+            yield (
+                f"num_training_workers={self.num_training_workers} is more than {units}, and a worker without a unit "
+                "only waits: use fewer workers, or more units in a new run."
             )
         if self.global_batch_size % self.units_per_step:
-            default = "" if given else " (where none is given: the most workers, or the number that the run began with)"
-            raise ValueError(
-                f"global_batch_size={self.global_batch_size} does not divide into units_per_step={self.units_per_step} "
-                f"equal units{default}: change one of the two."
+            yield f"{batch} does not divide into {units} equal units (by default the most workers): change either."
+        elif self.unit_rows % (self.micro_batch_size or 1):
+            yield (
+                f"micro_batch_size={self.micro_batch_size} does not divide a unit of {self.unit_rows} rows ({batch}, "
+                f"{units}): change one of the three."
             )
-        if self.micro_batch_size and self.unit_rows % self.micro_batch_size:
-            raise ValueError(
-                f"micro_batch_size={self.micro_batch_size} does not divide a unit of {self.unit_rows} rows "
-                "(global_batch_size / units_per_step): change one of the three."
-            )
-        self.check_objective()
-        defaults = {"compile_unet": False, "attention": "auto"}
-        chosen = [f"{name}={getattr(self, name)!r}" for name in defaults if getattr(self, name) != defaults[name]]
-        if self.deterministic and chosen:
-            raise ValueError(f"deterministic=True excludes {', '.join(chosen)}, by which sums vary: leave either out.")
+        if self.deterministic and self.compile_unet:
+            yield "deterministic=True excludes compile_unet=True, by which sums vary: leave either out."
+        if self.deterministic and self.attention != "auto":
+            yield f"deterministic=True excludes attention={self.attention!r}, by which sums vary: leave either out."
 
     def follow_objective(self) -> None:
         """Replace each "auto" by what goes with the objective."""
@@ -513,25 +503,23 @@ class TrainingConfig(Parameters):
         chosen = {"min_snr_gamma": gamma, "timestep_sampling": sampling}
         self.set_derived(**{name: value for name, value in chosen.items() if getattr(self, name) == "auto"})
 
-    def check_objective(self) -> None:
-        """Raises ValueError that names all parameters of the objective that do not go together."""
+    def find_objective_problems(self) -> Iterator[str]:
+        """Sentences that say which parameters of the objective do not go together."""
         flow, kind = self.prediction_type == "flow", f"prediction_type={self.prediction_type!r}"
-        gamma, problems = f"min_snr_gamma={self.min_snr_gamma}", []
+        gamma = f"min_snr_gamma={self.min_snr_gamma}"
         if flow and self.min_snr_gamma is not None:
-            problems.append(f"{gamma} weights epsilon and v, not {kind}: set it to None.")
+            yield f"{gamma} weights epsilon and v, not {kind}: set it to None."
         if flow and self.timestep_sampling == "importance":
-            problems.append(f"timestep_sampling='importance' goes by min-SNR weights, which {kind} does not have.")
+            yield f"timestep_sampling='importance' goes by min-SNR weights, which {kind} does not have."
         if not flow and (self.timestep_sampling == "logit_normal" or self.timestep_shift != 1):
-            problems.append(f"timestep_sampling='logit_normal' and timestep_shift are for flow, not for {kind}.")
+            yield f"timestep_sampling='logit_normal' and timestep_shift are for flow, not for {kind}."
         if self.zero_terminal_snr and self.prediction_type != "v_prediction":
-            problems.append(f"zero_terminal_snr=True needs v_prediction: {kind} says nothing where all is noise.")
+            yield f"zero_terminal_snr=True needs v_prediction: {kind} says nothing where all is noise."
         elif self.zero_terminal_snr and self.min_snr_gamma is not None:
-            problems.append(
+            yield (
                 f"{gamma} with zero_terminal_snr=True gives the last timestep weight 0, and sampling begins there: set "
                 "min_snr_gamma to None, or zero_terminal_snr to False."
             )
-        if problems:
-            raise ValueError(" ".join(problems))
 
     def resolve_latents(self) -> str | dict[str, float]:
         """`latents_uri` with absolute paths; the proportions of a mixture add up to 1."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pyarrow as pa
 from pyarrow import fs
 
 # pyarrow does not retry a read if the store's error message is longer than the file. It
@@ -45,41 +44,30 @@ def resolve(uri: str | os.PathLike) -> str:
 
 
 def open_filesystem(uri: str | os.PathLike) -> tuple[fs.FileSystem, str]:
-    """`(filesystem, path)` of a local path or a URI; credentials from the environment.
+    """`(filesystem, path)` of a local path or a URI of `SCHEMES`; credentials come from the environment.
 
-    `s3://bucket/path`; `gs://bucket/path`; `abfs://container@account.dfs.core.windows.net/path` or, with
-    `AZURE_STORAGE_ACCOUNT` set, `abfs://container/path`. Raises ValueError if Azure's account is not given, or the
-    URI is of no store that is known.
+    Raises ValueError for a URI of no known store, without a bucket, or of Azure without an account.
     """
-    uri, env = resolve(uri), os.environ
+    uri = resolve(uri)
     if "://" not in uri:
         return LOCAL, uri
     scheme, _, path = uri.partition("://")  # not parsed as a URI: keys may hold spaces, umlauts, "#"
-    bucket, slash, below = path.partition("/")
-    known = "s3://bucket/folder, gs://bucket/folder or abfs://container@account.dfs.core.windows.net/folder"
-    if not bucket and scheme in ("s3", "gs", "abfs", "abfss"):
-        raise ValueError(f"{uri} cannot be opened (it names no bucket): give a folder, or a URI such as {known}.")
-    if scheme == "s3":
-        endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
-        return _open_s3(bucket, endpoint, env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")), path
-    if scheme in ("abfs", "abfss"):
-        container, _, host = bucket.partition("@")
-        account = host.partition(".")[0] or env.get("AZURE_STORAGE_ACCOUNT")
-        if not account:
-            raise ValueError(
-                f"{uri} names no storage account: write abfs://{container}@account.dfs.core.windows.net/..., or set "
-                "AZURE_STORAGE_ACCOUNT."
-            )
-        names = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SERVICE_ENDPOINT")
-        return _open_azure(account, *map(env.get, names)), container + slash + below
-    try:
-        return fs.FileSystem.from_uri(uri)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{uri} cannot be opened ({error}): give a folder, or a URI such as {known}.") from None
+    if scheme == "file":
+        return LOCAL, path
+    if scheme not in SCHEMES or not path.partition("/")[0]:
+        raise ValueError(f"{uri} cannot be opened: give a folder, or a URI such as {' or '.join(EXAMPLES)}.")
+    return SCHEMES[scheme](path)
+
+
+def open_s3(path: str) -> tuple[fs.FileSystem, str]:
+    env = os.environ
+    endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
+    region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")
+    return _s3_client(path.partition("/")[0], endpoint, region), path
 
 
 @functools.lru_cache(maxsize=16)
-def _open_s3(bucket: str, endpoint: str | None, region: str | None) -> fs.S3FileSystem:
+def _s3_client(bucket: str, endpoint: str | None, region: str | None) -> fs.S3FileSystem:
     """A cached client: making one looks up the bucket's region.
 
     A request is tried `max_attempts()` times with growing pauses, so a store that fails now and then, or is away for
@@ -95,8 +83,21 @@ def _open_s3(bucket: str, endpoint: str | None, region: str | None) -> fs.S3File
     return fs.S3FileSystem(region=region, retry_strategy=retries, allow_delayed_open=True, **where)
 
 
+def open_azure(path: str) -> tuple[fs.FileSystem, str]:
+    bucket, slash, below = path.partition("/")
+    container, _, host = bucket.partition("@")
+    account = host.partition(".")[0] or os.environ.get("AZURE_STORAGE_ACCOUNT")
+    if not account:
+        raise ValueError(
+            f"abfs://{path} names no storage account: write abfs://{container}@account.dfs.core.windows.net/..., or "
+            "set AZURE_STORAGE_ACCOUNT."
+        )
+    names = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SERVICE_ENDPOINT")
+    return _azure_client(account, *map(os.environ.get, names)), container + slash + below
+
+
 @functools.lru_cache(maxsize=16)
-def _open_azure(account: str, key: str | None, sas_token: str | None, endpoint: str | None) -> fs.AzureFileSystem:
+def _azure_client(account: str, key: str | None, sas_token: str | None, endpoint: str | None) -> fs.AzureFileSystem:
     """A key, else a token, else Azure's default credentials; `endpoint` is an emulator's, as `http://localhost:10000`."""
     where = {}
     if endpoint:
@@ -106,6 +107,16 @@ def _open_azure(account: str, key: str | None, sas_token: str | None, endpoint: 
         where |= {"dfs_storage_authority": authority, "dfs_storage_scheme": scheme}
     secret = {"account_key": key} if key else {"sas_token": sas_token} if sas_token else {}
     return fs.AzureFileSystem(account, **secret, **where)
+
+
+# {scheme: function of the path after "://" that returns (filesystem, path)}
+SCHEMES = {
+    "s3": open_s3,
+    "gs": lambda path: fs.FileSystem.from_uri(f"gs://{path}"),
+    "abfs": open_azure,
+    "abfss": open_azure,
+}
+EXAMPLES = "s3://bucket/folder", "gs://bucket/folder", "abfs://container@account.dfs.core.windows.net/folder"
 
 
 def max_attempts() -> int:
@@ -234,15 +245,15 @@ def read_bytes(uri: str | os.PathLike, offset: int = 0) -> bytes:
             time.sleep(0.1)
 
 
-def write_text(uri: str | os.PathLike, text: str, *, new: bool = False) -> None:
-    write_bytes(uri, text.encode(), new=new)  # encoded before anything is opened
+def write_text(uri: str | os.PathLike, text: str) -> None:
+    write_bytes(uri, text.encode())  # encoded before anything is opened
 
 
-def write_bytes(uri: str | os.PathLike, data: bytes, *, new: bool = False) -> None:
+def write_bytes(uri: str | os.PathLike, data: bytes) -> None:
     """Write a file atomically: a reader sees the whole new file or the old one.
 
-    Object stores show an object when its upload ends; a local file gets its name at the end. `new`: raises
-    FileExistsError if a local file is there already. Raises OSError that names the file, for example on a full disk.
+    Object stores show an object when its upload ends; a local file gets its name at the end. Raises OSError that names
+    the file, for example on a full disk.
     """
     filesystem, path = open_filesystem(uri)
     local = isinstance(filesystem, fs.LocalFileSystem)
@@ -253,7 +264,7 @@ def write_bytes(uri: str | os.PathLike, data: bytes, *, new: bool = False) -> No
         with naming(uri), filesystem.open_output_stream(target) as stream:
             stream.write(data)
         if local:
-            (os.link if new else os.replace)(target, path)
+            os.replace(target, path)
     finally:  # after an interrupt (KeyboardInterrupt) too
         if local:
             pathlib.Path(target).unlink(missing_ok=True)
@@ -285,8 +296,8 @@ def read_json(uri: str | os.PathLike, remedy: str = REMEDY, otherwise: Callable[
     return otherwise(sentence)
 
 
-def write_json(uri: str | os.PathLike, value: Any, *, new: bool = False) -> None:
-    write_text(uri, json.dumps(value, indent=1), new=new)
+def write_json(uri: str | os.PathLike, value: Any) -> None:
+    write_text(uri, json.dumps(value, indent=1))
 
 
 def delete(uri: str | os.PathLike) -> None:
