@@ -286,7 +286,7 @@ class PreprocessingConfig(Parameters):
     row_filter: Text = fixes_rows("", "expression on the columns; rows that fail it are left out")
     image_column: OptionalText = fixes_latents(None, "column of images, their bytes or paths; None: what is there")
     caption_column: Captions = fixes_rows(None, "column of captions, or several; None: caption, text or txt")
-    # `prepare.check` records `num_captions` instead.
+    # `prepare.prepare_job` records `num_captions` instead.
     max_captions: Count = free(1, "maximum number of captions of a row, if caption_column holds lists or lines")
     id_column: OptionalText = fixes_rows(None, "column of ids; None: hash, key, __key__, id or the row number")
     limit: OptionalCount = fixes_rows(None, "maximum number of rows to read; None: all")

@@ -328,7 +328,7 @@ class DataSets:
 
     @property
     def first(self) -> Manifest:
-        """The manifest that stands for all: `train.setup.check_mixture` requires the same encoder and columns."""
+        """The manifest that stands for all: `checks.training.mixture_fits` requires the same encoder and columns."""
         return next(iter(self.manifests.values()))
 
     @property

@@ -2,7 +2,7 @@
 
 An object store answers a few of many requests seconds late, incompletely or never. Use it on object stores:
 
-    stream = functools.partial(latents_dataset, wrap=hedged.wrap)  # the argument `stream` of `train.StepSource`
+    stream = functools.partial(latents_dataset, wrap=hedged.wrap)  # the argument `stream` of `train.source.StepSource`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Joins the training loop by `train.loop.Extra`: a notebook lists its extras, a job changes them by name.
+"""Joins the training loop by `train.extra.Extra`: a notebook lists its extras, a job changes them by name.
 
 `watchdog`: a worker that hangs. `preemption`: a node whose end is announced. `sick_devices`: a GPU that gives wrong
 results. `evaluate`, `scores`: losses, images and scores of checkpoints. `trackers`, `meter`: what a run shows.

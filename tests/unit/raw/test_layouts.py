@@ -30,7 +30,7 @@ def found(uri, **parameters):
 
 
 def taken(uri, **parameters):
-    """The parameters that `detect.look` chooses."""
+    """The parameters that `detect.detect` chooses."""
     config = found(uri, **parameters).config
     return config.input_format, config.image_column, config.caption_column, config.id_column
 
