@@ -263,7 +263,7 @@ def online_stream(
         "stream",
         **parameters(ONLINE, config, **{"seed": seed, **changes}),
         raw=config,
-        online=stand_in(online, transform_for_epoch=transform),
+        encode=stand_in(online, transform_for_epoch=transform),
         encoder=stand_in(encoder, LatentEncoder=latent_encoder),
     )
 

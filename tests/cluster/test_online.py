@@ -341,16 +341,15 @@ def test_a_large_row_group_is_read_once_an_epoch_while_it_is_kept(cluster, tmp_p
     monkeypatch.setattr(online, "READ_AHEAD_BYTES", int((most + 0.5) * manifest.job["raw_group_bytes"]))
     plan = plan_for(config)
     reads, asked, keep = tmp_path / "reads", [], index.keep_row_groups
-    noting = functools.partial(note_read, str(reads))
+
+    def noting(*group):
+        with open(reads, "ab") as notes:
+            notes.write(b".")
+        return index.read_row_group(*group)
+
     monkeypatch.setattr(index, "keep_row_groups", lambda number: asked.append(number) or keep(number, noting))
     found = online.raw_rows(plan, 0, plan.steps_per_epoch, config=whole).to_pandas().query("unit >= 0")["id"]
     assert len(found) == plan.steps_per_epoch * config.global_batch_size and found.is_unique
     assert asked == [most] and plan.chunks_per_epoch > 20
     # With fewer, a task that a busy machine delays reads its row group again; without a cache, every chunk would.
     assert 4 <= reads.stat().st_size < (5 if most == 4 else plan.chunks_per_epoch)
-
-
-def note_read(file, *group):
-    with open(file, "ab") as notes:
-        notes.write(b".")
-    return index.read_row_group(*group)

@@ -1,15 +1,12 @@
 """Other autoencoders and text encoders, and captions that are stored without padding. No Ray."""
 
-import dataclasses
 import io
 import json
-import shutil
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import sentencepiece
 import torch
 from diffusers import PRXPipeline
 from hypothesis import given, settings
@@ -18,15 +15,11 @@ from hypothesis import strategies as st
 from helpers import sample
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, prepare
-from helpers.encode.captions import caption_ids, load_tokenizer, tokenize
-from helpers.evaluate import validation_loss
-from helpers.latents import held_out, manifest, read, schema
+from helpers.encode.captions import caption_ids, load_tokenizer
+from helpers.latents import read, schema
 from helpers.model import diffusion
 from helpers.model.denoisers import load_denoiser_config
-from helpers.online import prepare as prepare_online
-from helpers.online.config import OnlineConfig
 from helpers.train.step import TrainStep, Unit
-from tests import pipelines
 from tests.latents import plan_for, read_steps, refuse
 from tests.models import CHANNELS, DOWNSAMPLING, WIDTH, tiny_model
 from tests.unit.encode.test_several_captions import encode, write_raw
@@ -237,34 +230,6 @@ def made_uri(tmp_path):
     return f"{tmp_path}/latents"
 
 
-def test_an_online_run_trains_on_what_a_job_would_store(model, tmp_path, unet_config):
-    """Its stages and its held-out rows, of another autoencoder and text encoder."""
-    options = {**write_raw(tmp_path), "caption_column": "short", "maximum_tokens": 16}
-    raw = config_of(model(), OnlineConfig, **options)
-    run = training(str(tmp_path), latents_uri=str(tmp_path / "online"), unet_config=unet_config)
-    made, _ = prepare_online.prepare_run(raw, run)
-    plan = plan_for(run)
-    assert made.shift_factor == 0.11 and made.embeddings.ragged
-    validation = manifest.read_manifest(f"{run.latents_uri}/{held_out.FOLDER}")
-    assert (validation.shift_factor, validation.encoder) == (0.11, made.encoder)
-    state = TrainStep(run, made)
-    found = pipelines.train_alone(state, made, plan, pipelines.read_alone(plan, 3, raw), range(3))
-    assert np.isfinite([loss for loss, _ in found]).all()
-    rows = held_out.of_run(run.run_uri, run.proportions, run.largest_resolution)
-    assert np.isfinite(validation_loss(state.denoiser, made, rows, run)).all()
-    stored, *_ = encode(dataclasses.replace(config_of(model(), **options), latents_uri=str(tmp_path / "latents")))
-    on_the_way = pa.concat_tables(pipelines.read_alone(plan, 3, raw))
-    on_the_way, folder = on_the_way.filter(on_the_way[read.KEEP]), pq.read_table(f"{made_uri(tmp_path)}/data")
-    both = set(on_the_way["id"].to_pylist()) & set(folder["id"].to_pylist())
-    assert len(both) > 10
-    for name in ("image_latents_32", "caption_embeddings"):
-        values = []
-        for table in (on_the_way, folder):
-            rows = dict(zip(table["id"].to_pylist(), stored.column(name).decode(table[name])[0], strict=True))
-            values.append(np.stack([rows[row_id] for row_id in sorted(both)]))
-        np.testing.assert_allclose(*values, rtol=1e-3, atol=2e-3)
-
-
 def test_autoencoder_and_text_encoder_may_be_from_two_models(model, tmp_path):
     folders = {"vae_model": model("AutoencoderDC"), "text_encoder_model": model(text="T5GemmaEncoder")}
     config = config_of("no/such-model", **write_raw(tmp_path), latents="mean", caption_column="short", **folders)
@@ -329,28 +294,6 @@ def test_a_vae_that_forces_fp32_overflows_neither_in_encoding_nor_in_sampling(tm
         assert (np.abs(found.astype(int) - expected).max() <= 2) == forced and vae.dtype == torch.float16
 
 
-def test_a_vae_that_says_nothing_of_fp32_is_encoded_with_in_fp16(model, tmp_path):
-    """As Stable Diffusion 2's, although the class's default is to force it."""
-    folder = shutil.copytree(model(), tmp_path / "model")
-    path = folder / "vae" / "config.json"
-    values = json.loads(path.read_text())
-    assert values.pop("force_upcast") is True
-    path.write_text(json.dumps(values))
-    assert encoder.load_vae(str(folder), torch.float16).dtype == torch.float16
-    assert encoder.load_vae(model(), torch.float16).dtype == encoder.load_vae(str(folder)).dtype == torch.float32
-
-
-def test_what_a_config_of_an_early_version_leaves_out_has_the_defaults_of_its_class(tmp_path):
-    """Those of Stable Diffusion 1 and 2 name no scaling factor."""
-    folder = tiny_model(tmp_path)
-    path = tmp_path / "vae" / "config.json"
-    left_out = ("scaling_factor", "shift_factor")
-    values = json.loads(path.read_text())
-    path.write_text(json.dumps({name: value for name, value in values.items() if name not in left_out}))
-    description = prepare.describe_encoder(config_of(folder))
-    assert (description["scaling_factor"], description["shift_factor"]) == (0.18215, 0.0)
-
-
 # ---- what is refused
 
 
@@ -371,23 +314,3 @@ def test_models_and_parameters_that_do_not_fit_are_one_sentence(model, tmp_path)
     for changes, message in refused:
         with pytest.raises(ValueError, match=message):
             prepare.derive(config_of("tiny-sd", **changes))
-
-
-def test_a_t5_tokenizer_may_be_a_sentencepiece_model_alone_as_it_was_published(tmp_path):
-    folder, captions = tmp_path / "tokenizer", ["a small red circle", "a large blue square"]
-    folder.mkdir()
-    special = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(captions * 50),
-        model_prefix=str(folder / "spiece"),
-        vocab_size=40,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **special,
-    )
-    settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0, "eos_token": "</s>", "pad_token": "<pad>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    ids = tokenize(captions, load_tokenizer(str(tmp_path)), 24)
-    model = sentencepiece.SentencePieceProcessor(str(folder / "spiece.model"))
-    for row, caption in zip(ids, captions, strict=True):
-        assert row[row >= 0].tolist() == [*model.encode(caption), 1]

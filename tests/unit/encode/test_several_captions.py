@@ -18,7 +18,7 @@ from helpers.online import prepare as prepare_online
 from helpers.online.config import OnlineConfig
 from helpers.production.readers import detect
 from helpers.raw import inputs
-from tests.latents import plan_for, read_steps, receive_steps, refuse, write_job
+from tests.latents import plan_for, read_steps, receive_steps, write_job
 from tests.unit.online.test_index import picture
 
 NUM_ROWS = 96
@@ -85,15 +85,6 @@ def test_all_captions_of_a_row_are_stored_and_a_row_with_fewer_repeats_its_own(s
         assert (row["caption_embeddings"] == row["caption_embeddings_2"]) == (number % 3 == 0)
 
 
-def test_captions_in_a_column_of_lists_are_stored_like_those_of_several_columns(tmp_path):
-    config = PreprocessingConfig(**write_raw(tmp_path), caption_column="all", max_captions=2)
-    _, rows, _ = encode(config)
-    for row in rows.to_pylist():
-        number = int(row["id"].split()[1])
-        first = f"{LONG} {number}" if number % 3 else f"{SHORT} {number}"
-        assert (row["caption"], row["caption_2"]) == (first, f"{SHORT} {number}")
-
-
 def test_a_row_without_any_caption_is_rejected_with_its_reason(tmp_path):
     table = raw_table(4).set_column(2, "short", pa.array(["one", "", None, None]))
     table = table.set_column(3, "long", pa.array([None, " ", "two", None]))
@@ -149,18 +140,3 @@ def test_online_each_epoch_encodes_one_drawn_caption_of_a_row(tmp_path):
     assert "caption_2" not in rows.column_names and "caption_embeddings_2" not in encoded.column_names
     long = np.array([LONG in caption for caption in rows["caption"].to_pylist()])
     assert 0.15 < long.mean() < 0.55  # a half of two thirds
-
-
-def test_captions_that_cannot_be_used_are_refused_in_one_sentence(stored):
-    config, manifest, _ = stored
-    refused = [
-        ({"caption_column": "short", "max_captions": 3}, "max_captions=3"),
-        ({"caption_column": ["short", "all"]}, "'all' holds lists"),
-        ({"caption_column": ["short", "none"]}, "caption_column='none'"),
-    ]
-    for changes, said in refused:
-        with pytest.raises(ValueError, match=said):
-            detect.detect(PreprocessingConfig(storage=config.storage, input_uri=config.input_uri, **changes))
-    run = training(config.storage, caption_shares=[0.2, 0.3, 0.5])
-    with pytest.raises(ValueError, match="has 3 numbers, and .* holds 2 captions a row"):
-        refuse(manifest, run)
