@@ -278,11 +278,10 @@ DRIVER = """
     faulthandler.dump_traceback_later(600, exit=True)
     from helpers import storage
     from helpers.config import PreprocessingConfig, TrainingConfig
-    from helpers.encode import prepare
     from helpers import cluster as session
     from tests import preloaded
     from tests.faults import is_listed, loop_with, steps_done, wait_for_ever
-    from tests.pipelines import build_pipeline, fit
+    from tests.pipelines import build_pipeline, fit, prepare_job
 
     def die_when(reached):
         def watch():

@@ -235,9 +235,9 @@ def test_killed_processes_of_a_job_give_the_same_rows(encoded, tmp_path, monkeyp
                 once(encoding, die)
             return super().__call__(rows)
 
-    def mortal_transform(rows, config):
+    def mortal_transform(rows, **options):
         once(transforming, die)
-        return stages.transform(rows, config=config)
+        return stages.transform(rows, **options)
 
     read = inputs.read_part
 
