@@ -56,37 +56,25 @@ JPEG, PNG = save("JPEG"), save("PNG")
 SMALL = "smaller than 32 pixels"
 
 # What is wrong or odd -> (bytes, what becomes of it).
-PICTURES = {
+IMAGES = {
     "jpeg": (JPEG, WRITTEN),
     "cmyk jpeg": (save("JPEG", "CMYK"), WRITTEN),
-    "jpeg with an orientation that is none": (save("JPEG", exif=exif(99)), WRITTEN),
     "jpeg with a broken colour profile": (save("JPEG", icc_profile=b"not a profile"), WRITTEN),
-    "jpeg with a comment": (save("JPEG", comment=b"\xff" * 60_000), WRITTEN),
     "jpeg with something behind it": (JPEG + b"<script>" * 100, WRITTEN),
     "png with a large text": (save("PNG", pnginfo=text_chunk()), WRITTEN),
-    "gif with transparency": (save("GIF", "P", transparency=3), WRITTEN),
     "jpeg in a tiff": (save("TIFF", compression="jpeg"), WRITTEN),
-    "tiff of several pages": (save("TIFF", save_all=True, append_images=[PICTURE]), WRITTEN),
     "just large enough": (save("PNG", size=(32, 32)), WRITTEN),
-    "long and large enough": (save("PNG", size=(33, 3000)), WRITTEN),
     "one pixel": (save("PNG", size=(1, 1)), SMALL),
     "a pixel too small": (save("PNG", size=(31, 400)), SMALL),
     "a bomb": (save("PNG", "1", size=(12_000, 12_000)), "too many pixels"),
-    "a bomb of an unpacked tiff": (save("TIFF", "1", size=(12_000, 12_000), compression="group4"), "too many pixels"),
     "a header that claims 60,000 squared": (png(60_000, 60_000), "too many pixels"),
     "a header without pixels": (png(64, 64), "broken image"),
-    "a header of no size": (png(0, 64), "not an image"),
     "null": (None, "no image bytes"),
     "no bytes": (b"", "no image bytes"),
     "xml with entities": (b'<!DOCTYPE a [<!ENTITY b SYSTEM "file:///etc/passwd">]><a>&b;</a>', "not an image"),
-    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n(x) run\n", "not an image"),
     "pdf": (b"%PDF-1.7\n1 0 obj\n", "not an image"),
-    "icon": (save("ICO", "RGBA", size=(64, 64)), "not an image"),
     "jpeg 2000 box": (b"\x00\x00\x00\x0cjP  \r\n\x87\n" + bytes(100), "format not supported: JPEG 2000"),
-    "video": (b"\x00\x00\x00\x18ftypmp42" + bytes(100), "not an image"),
     "pickle that runs code": (pickle.dumps(Hostile()), "not an image"),
-    "array of numpy": (b"\x93NUMPY\x01\x00" + bytes(100), "not an image"),
-    "a line feed in front": (b"\n" + PNG, "not an image"),
     "half a jpeg": (JPEG[: len(JPEG) // 2], "broken image"),
     "png with a wrong checksum": (PNG[:45] + b"\0\0\0" + PNG[48:], "broken image"),
 }
@@ -95,29 +83,17 @@ PICTURES = {
 CAPTIONS = {
     "no caption": None,
     "empty": "",
-    "blanks": " \t\r\n ",
     "wide blanks": "\u3000\u2003",
-    "zero-width space": "\u200b",
     "byte-order mark": "\ufeffa caption",
     "emoji": "👩‍👩‍👧‍👦🏳️‍🌈",
     "right to left": "صورة قطة \u202eabc",
-    "han": "漢字" * 50,
     "combining": "Z" + "\u0351" * 300,
     "null character": "a\0b",
     "control characters": "".join(map(chr, range(1, 32))) + "x",
-    "lines": "one\ntwo\r\nthree",
     "long": "word " * 13_000,
     "too long": "word " * 20_000,
-    "one long word": "x" * 200_000,
-    "number": "42",
-    "not a number": "nan",
-    "the word null": "null",
-    "punctuation": "?!.",
     "markup": "<|endoftext|><b>&amp;</b>",
     "template": "{{7*7}} ${PATH} %s {0}",
-    "query": "'; DROP TABLE rows; --",
-    "path": "../../etc/passwd",
-    "address": "https://example.org/a.jpg",
     "private use": "\ue000\U0010ffff",
 }
 NOT_UTF8 = "caption is not UTF-8"
@@ -125,27 +101,21 @@ STORED_CAPTIONS = {"\ufeffa caption": "a caption", "für".encode("utf-16"): "fü
 REJECTED_CAPTIONS = {
     "no caption": "no caption",
     "empty": "empty caption",
-    "blanks": "empty caption",
     "wide blanks": "empty caption",
     "too long": "caption of more than 65536 bytes",
-    "one long word": "caption of more than 65536 bytes",
 }
 IDS = {
     "null id": None,
     "empty id": "",
     "long id": "i" * 100_000,
-    "blank id": " ",
-    "id with lines": "a\nb",
-    "unicode id": "漢\u200b🎨",
     "id like a path": "../../x",
-    "id like a number": "007",
     "id with a null character": "a\0b",
 }
 
 
 def odd_rows():
     """[(name of the kind, id, caption, bytes, expected reason)]"""
-    rows = [(name, name, "a caption", data, reason) for name, (data, reason) in PICTURES.items()]
+    rows = [(name, name, "a caption", data, reason) for name, (data, reason) in IMAGES.items()]
     rows += [(name, name, caption, PNG, REJECTED_CAPTIONS.get(name, WRITTEN)) for name, caption in CAPTIONS.items()]
     rows += [(name, row_id, "a caption", PNG, WRITTEN if row_id else "no id") for name, row_id in IDS.items()]
     rows += [("an id three times", "three", "a caption", data, WRITTEN) for data in (PNG, PNG, JPEG)]

@@ -1,8 +1,5 @@
 import io
 import struct
-import subprocess
-import sys
-import warnings
 import zlib
 
 import numpy as np
@@ -67,14 +64,6 @@ def test_a_picture_keeps_its_colours_in_every_format(kind, options, tolerance):
     assert difference(found, photograph()) <= tolerance
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
-def test_cmyk_is_not_inverted(kind):
-    """JPEGs of Adobe's programs hold inverted CMYK, and Pillow writes theirs."""
-    data = encoded(Image.new("RGB", (16, 16), COLOUR).convert("CMYK"), kind)
-    assert Image.open(io.BytesIO(data)).mode == "CMYK"
-    assert difference(images.decode(data), Image.new("RGB", (16, 16), COLOUR)) <= 4
-
-
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF"])
 def test_black_and_white_and_palettes_are_resolved(kind):
     board = Image.fromarray(np.indices((16, 16)).sum(axis=0).astype(np.uint8) % 2 * 255)
@@ -108,13 +97,6 @@ def test_16_bit_and_float_greys_keep_their_tones(data):
     assert difference(found, np.repeat((ramp / 257)[..., None], 3, axis=-1)) <= 1
 
 
-def test_nan_in_a_float_tiff_does_not_change_the_rest():
-    values = np.full((4, 4), 0.5, dtype=np.float32)
-    values[0, 0], values[1, 1] = np.nan, np.inf
-    found = np.asarray(images.decode(encoded(Image.fromarray(values), "TIFF")))
-    assert found[0, 0].max() == 0 and set(found[2].ravel()) == {127}
-
-
 # ---- transparency becomes white
 
 
@@ -129,15 +111,6 @@ def test_alpha_becomes_white(kind):
     assert difference(found[12, 4], COLOUR) <= 1 and difference(found[4, 4], half) <= 1 and found[4, 12].min() == 255
 
 
-@pytest.mark.parametrize("kind", ["PNG", "GIF"])
-def test_a_transparent_palette_colour_becomes_white(kind):
-    image = Image.new("P", (4, 4), 1)
-    image.putpalette([0, 0, 0, *COLOUR] + [0] * 762)
-    image.putpixel((0, 0), 0)
-    found = np.asarray(images.decode(encoded(image, kind, transparency=0)))
-    assert found[0, 0].tolist() == [255] * 3 and found[3, 3].tolist() == list(COLOUR)
-
-
 def test_a_pngs_transparent_colour_becomes_white():
     image = Image.new("RGB", (4, 4), COLOUR)
     image.putpixel((0, 0), (7, 7, 7))
@@ -145,14 +118,6 @@ def test_a_pngs_transparent_colour_becomes_white():
     assert found[0, 0].tolist() == [7] * 3 and found[3, 3].tolist() == [255] * 3
     deep = Image.fromarray(np.array([[257, 25700]], np.uint16))
     assert np.asarray(images.decode(encoded(deep, "PNG", transparency=25700)))[0, :, 0].tolist() == [1, 255]
-
-
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
-def test_the_first_frame_of_an_animation_is_taken(kind):
-    frames = [Image.new("RGB", (16, 16), colour) for colour in (COLOUR, (0, 0, 255), (0, 255, 0))]
-    data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
-    assert Image.open(io.BytesIO(data)).n_frames == 3
-    assert difference(images.decode(data), frames[0]) <= 6
 
 
 # ---- colour profiles
@@ -212,10 +177,14 @@ def ink_profile():
     )
 
 
-@pytest.mark.parametrize("kind", ["WEBP", "AVIF"])
-def test_a_picture_that_was_cut_short_is_a_broken_one(kind):
-    data = encoded(photograph(), kind)
-    for end in (16, 100, len(data) // 2, len(data) - 20):
+@pytest.mark.parametrize(
+    ("kind", "options"), [*((kind, {}) for kind in images.FORMATS), ("JPEG", {"progressive": True})]
+)
+def test_an_image_that_was_cut_short_is_a_broken_one(kind, options):
+    """A JPEG without its end marker too: its last pixels may be missing."""
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    data = encoded(noise, kind, **options)
+    for end in (len(data) // 2, int(0.9 * len(data)), *[len(data) - 2] * (kind == "JPEG")):
         with pytest.raises(images.BadImage, match="^broken image$"):
             images.decode(data[:end])
 
@@ -227,16 +196,6 @@ def test_a_picture_that_was_cut_short_is_a_broken_one(kind):
 def test_colours_are_those_that_the_profile_says(name, right, kind):
     data = encoded(Image.new("RGB", (64, 64), (60, 180, 60)), kind, icc_profile=PROFILES[name], quality=98)
     assert difference(images.decode(data).getpixel((9, 9)), right) <= (3 if kind == "PNG" else 8)
-
-
-def test_a_profile_is_applied_under_transparency_and_to_palettes():
-    for mode in ("RGBA", "P"):
-        picture = Image.new("RGB", (8, 8), (60, 180, 60)).convert(mode, palette=Image.Palette.ADAPTIVE)
-        if mode == "RGBA":
-            picture.putpixel((0, 0), (60, 180, 60, 0))
-        found = images.decode(encoded(picture, "PNG", icc_profile=PROFILES["Adobe RGB"]))
-        assert difference(found.getpixel((5, 5)), (0, 181, 42)) <= 3
-        assert found.getpixel((0, 0)) == ((255, 255, 255) if mode == "RGBA" else found.getpixel((5, 5)))
 
 
 def test_greys_with_a_profile_of_greys_or_of_rgb_become_srgb():
@@ -337,17 +296,6 @@ def test_a_png_is_read_whatever_its_texts_are(data):
     assert found.info == ({images.NOTE: images.BROKEN_PROFILE} if b"iCCP" in data else {})
 
 
-NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8))
-
-
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_blocks": 1}])
-def test_a_jpeg_that_was_cut_short_is_a_broken_one(options):
-    data = encoded(NOISE, "JPEG", **options)
-    for cut in (2, 3, 100, len(data) // 2):
-        with pytest.raises(images.BadImage, match="^broken image$"):
-            images.decode(data[:-cut])
-
-
 # ---- what is no picture
 
 
@@ -365,15 +313,6 @@ def test_a_jpeg_that_was_cut_short_is_a_broken_one(options):
 def test_a_format_that_is_not_read_is_named(name, data):
     with pytest.raises(images.BadImage, match=f"^format not supported: {name}$"):
         images.decode(data + bytes(200))
-
-
-@pytest.mark.parametrize("kind", images.FORMATS)
-def test_truncated_pictures_are_refused(kind):
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
-    data = encoded(noise, kind)
-    for share in (0.05, 0.5, 0.9):
-        with pytest.raises(images.BadImage, match="^(broken image|not an image)$"):
-            images.decode(data[: int(len(data) * share)])
 
 
 def test_too_many_pixels_are_refused_before_decoding():
@@ -400,14 +339,6 @@ def test_a_picture_of_too_many_bytes_is_refused_before_it_is_decoded(colours, de
         images.decode(png(width + 1, 1000, b"", depth, colours))
 
 
-def test_a_deep_tiff_counts_as_it_is_stored(monkeypatch):
-    monkeypatch.setattr(images, "MAX_PIXELS", 10**9)
-    data = io.BytesIO()
-    Image.new("F", (12_000, 12_000)).save(data, "TIFF", compression="tiff_lzw")
-    with pytest.raises(images.BadImage, match="^too many bytes when decoded$"):
-        images.decode(data.getvalue())
-
-
 def jpeg_of_scans(count):
     """A progressive JPEG that repeats its last scan, and what no decoder reads: markers in a comment, and behind it."""
     data = encoded(photograph(), "JPEG", progressive=True, comment=b"\xff\xda\0\2" * 500)
@@ -420,41 +351,6 @@ def test_a_jpeg_has_at_most_a_hundred_scans():
     assert images.decode(jpeg_of_scans(100)).size == (48, 32)
     with pytest.raises(images.BadImage, match="^too many scans$"):
         images.decode(jpeg_of_scans(101))
-
-
-PEAK = """
-import numpy as np
-from PIL import Image, ImageCms
-from helpers.raw import images
-from tests.peak import ROOT, peak_kib
-
-picture = {kind}
-before = peak_kib()
-assert images.to_rgb(picture).mode == "RGB"
-print((peak_kib() - before) / 1024)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "Image.fromarray(np.full((5000, 5000), 9, np.uint16))",
-        'Image.new("F", (5000, 5000))',
-        'Image.new("RGBA", (5000, 5000))',
-    ],
-)
-def test_colours_are_converted_in_little_memory(kind):
-    """16 bits a pixel through 64-bit floats took 25 bytes a pixel; now it is at most 12."""
-    done = subprocess.run([sys.executable, "-c", PEAK.format(kind=kind)], capture_output=True, text=True, timeout=120)
-    assert float(done.stdout) < 12 * 25e6 / 2**20, done.stderr
-
-
-def test_pillows_warnings_do_not_reach_the_log():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        data = encoded(photograph(), "JPEG", exif=b"Exif\x00\x00II*\x00\x08\x00\x00\x00\xff\xff\x12\x01")
-        assert images.decode(data).size == (48, 32)
 
 
 SEEDS = [encoded(photograph(12, 9), kind) for kind in images.FORMATS]
@@ -487,17 +383,6 @@ def test_any_bytes_are_an_rgb_picture_or_a_bad_image(data):
 
 
 # ---- crop, resize, normalise
-
-
-def test_a_fine_checkerboard_becomes_grey():
-    board = Image.fromarray((np.indices((256, 256)).sum(axis=0) % 2 * 255).astype(np.uint8)).convert("RGB")
-    inside = images.to_pixels(images.resize(board, 32))[2:-2, 2:-2].astype(float)
-    assert np.abs(inside - 127.5).max() <= 2
-
-
-def test_a_picture_of_the_right_size_is_not_touched():
-    image = photograph(32, 32)
-    assert images.resize(image, 32) is image
 
 
 @pytest.mark.parametrize(

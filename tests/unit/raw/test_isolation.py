@@ -130,10 +130,3 @@ def test_a_lost_picture_is_rejected_again_for_the_same_reason(tmp_path, monkeypa
     again = transform(rows, config, 1)
     assert first["reason"].to_pylist() == ["", "took longer than 2 s to decode", KILLED] == again["reason"].to_pylist()
     assert again["pixels_32"].is_valid().to_pylist() == [True, False, False]
-
-
-def test_a_process_that_ends_by_itself_is_an_error_not_a_bad_picture():
-    """With any exit code: such as a library that calls `exit`."""
-    with pytest.raises(RuntimeError, match="ended with exit code 0"):
-        isolated.run_apart(os._exit, [(0,)], 60)
-    assert reasons(run(GOOD)) == [""]
