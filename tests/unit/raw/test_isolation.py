@@ -3,21 +3,16 @@
 import contextlib
 import functools
 import os
+import pickle
 import select
 import signal
 import subprocess
 import sys
 
-import pyarrow as pa
 import pytest
 
-from helpers.config import PreprocessingConfig
-from helpers.encode import stages
-from helpers.latents import read
-from helpers.online import encode
-from helpers.online.config import OnlineConfig
 from helpers.production.decode import isolated
-from helpers.raw import images, inputs
+from helpers.raw import images
 from tests import killing_pictures
 from tests.killing_pictures import HANGS, KILLED, KILLS, RAISES
 from tests.unit.raw.test_images import encoded, photograph
@@ -100,33 +95,16 @@ def test_the_child_loads_only_what_decodes():
     assert done.stdout == "set() True\n", done.stderr
 
 
-def rows_of(pictures):
-    count = len(pictures)
-    columns = {inputs.ID: [f"row {number}" for number in range(count)], inputs.CAPTION: ["a caption"] * count}
-    columns |= {inputs.IMAGE: pa.array(pictures, pa.large_binary()), inputs.ERROR: pa.nulls(count, pa.string())}
-    return pa.table({**columns, inputs.SOURCE: ["a"] * count})
-
-
-def offline(rows, config, epoch):
-    return stages.transform(rows, config=config)
-
-
-def of_epoch(rows, config, epoch):
-    rows = rows.append_column(encode.SHAPE, pa.repeat("image_latents_32", len(rows)))
-    rows = rows.append_column(read.UNIT, pa.repeat(epoch, len(rows)))
-    return encode.transform_for_epoch(rows, config=config, units_per_epoch=1)
-
-
-@pytest.mark.parametrize(("kind", "transform"), [(PreprocessingConfig, offline), (OnlineConfig, of_epoch)])
-def test_a_lost_picture_is_rejected_again_for_the_same_reason(tmp_path, monkeypatch, kind, transform):
+def test_a_lost_image_is_rejected_again_for_the_same_reason(tmp_path, monkeypatch):
     """By another process that would not lose it: a rerun, or the next epoch, has the same rows."""
-    config = kind(storage=str(tmp_path), resolutions=[32])
-    rows = rows_of([GOOD, GOOD + HANGS, GOOD + KILLS])
+    decode = pickle.loads(pickle.dumps(isolated.decoder(str(tmp_path / "lost"))))
+    calls = [(data, images.center_crop, None) for data in (GOOD, GOOD + HANGS, GOOD + KILLS)]
     monkeypatch.setattr(isolated, "SECONDS", 2.0)
     with monkeypatch.context() as patch:
         patch.setattr(images, "make_pixels", killing_pictures.make_pixels)
-        first = transform(rows, config, 0)
+        first = decode(calls, SHAPES)
     isolated.crashes.cache_clear()
-    again = transform(rows, config, 1)
-    assert first["reason"].to_pylist() == ["", "took longer than 2 s to decode", KILLED] == again["reason"].to_pylist()
-    assert again["pixels_32"].is_valid().to_pylist() == [True, False, False]
+    again = decode(calls, SHAPES)
+    expected = ["", "took longer than 2 s to decode", KILLED]
+    assert [one.reason for one in first] == expected == [one.reason for one in again]
+    assert [list(one.pixels) for one in again] == [[(32, 32)], [], []]
