@@ -1,6 +1,6 @@
 """Images a second: the training step in a bare loop on one batch in memory, against the same step through Ray.
 
-    python -m tests.benchmarks.train_through_ray [--steps 150] [--rounds 3]
+    python -m tests.benchmarks.train_through_ray [--rows 4000] [--steps 150] [--rounds 3]
 
 Both run the tiny U-Net in one worker with all cores, one unit a step. Through Ray, the rows are read from Parquet
 by Ray Data, sharded by the epoch plan and counted in metrics.jsonl. Rates are by the clock over the steps after the
@@ -91,11 +91,11 @@ def medians(shares_of):
 
 
 def main():
-    given = record.options(__doc__, steps=150, rounds=3)
+    given = record.options(__doc__, rows=4000, steps=150, rounds=3)
     cluster.connect()
     with tempfile.TemporaryDirectory() as folder:
         data = PreprocessingConfig(storage=folder, resolutions=[64])
-        captioned_shapes.write_data_set(data.raw_uri, 4000)
+        captioned_shapes.write_data_set(data.raw_uri, given.rows)
         manifest, shares = encode(data), {}
 
         def config(name):

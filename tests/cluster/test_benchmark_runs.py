@@ -10,9 +10,8 @@ from tests.faults import slow
 
 SMALL = {
     "encode_through_ray": "--rows 120 --rounds 1",
-    "train_through_ray": "--steps 40 --rounds 1",
-    "picture_quality": "--rows 300 --scale 0.002 --seeds 1 --prompts 4",
-    "encoder_scaling": "--encoders 1 --parts 1",
+    "train_through_ray": "--rows 200 --steps 30 --rounds 1",
+    "picture_quality": "--rows 200 --scale 0.002 --seeds 1 --prompts 4 --threads 1",
     "online_throughput": "--encoders 4 --seconds 4",
     "resume_exactness": "--rows 640 --resume-on 1",
 }
