@@ -82,11 +82,6 @@ class Manifest:
         sums = ("rejected", "noted", "buckets")
         rows |= {count: add_up(segment.get(count, {}) for segment in segments) for count in sums}
         work = {name: sum(segment.get(name, 0) for segment in segments) for name in WORK}
-        unreadable = [name for segment in segments for name in segment.get("unreadable", ())]
-        if files := unreadable and description["job"].get("input_files"):
-            left_out = {**files["left_out"], "that cannot be read": len(unreadable)}
-            files = {**files, "read": files["read"] - len(unreadable), "left_out": left_out, "unreadable": unreadable}
-            description["job"] = {**description["job"], "input_files": files}
         crc = 0
         for file in (file for segment in segments for file in segment["files"]):
             crc = zlib.crc32(json.dumps([file["name"], file["row_groups"]]).encode(), crc)

@@ -38,17 +38,6 @@ def parse_filter(text: str) -> Expr | None:
         ) from None
 
 
-def check_filter(text: str, columns: pa.Schema) -> None:
-    """Raises ValueError for a filter that compares a column with a value of another type."""
-    try:
-        kept_rows(columns.empty_table(), text)
-    except (pa.ArrowException, OverflowError, TypeError) as error:
-        types = ", ".join(f"{name} holds {columns.field(name).type}" for name in filter_columns(text))
-        raise ValueError(
-            f"row_filter={text!r} compares values of different types ({types}): change it. ({error})"
-        ) from None
-
-
 def kept_rows(rows: pa.Table, text: str) -> np.ndarray:
     """(B,) bool: the rows that a filter keeps."""
     kept_B, expression = np.ones(len(rows), dtype=bool), parse_filter(text)

@@ -5,7 +5,6 @@ import functools
 import os
 import pickle
 import select
-import signal
 import subprocess
 import sys
 
@@ -35,15 +34,6 @@ def test_a_picture_that_kills_its_process_is_named_and_all_others_are_done():
     assert reasons(found) == ["", KILLED, "", "no image bytes", KILLED, KILLED, "", "not an image"]
     expected = images.make_pixels(GOOD, shapes=SHAPES)[0]
     assert all((found[place][0][32, 32] == expected[32, 32]).all() for place in (0, 2, 6))
-
-
-def test_a_process_that_dies_by_itself_costs_nothing():
-    """Such as one that the system ends for lack of memory while another picture, or none, is decoded."""
-    run(GOOD)
-    first = isolated.child.process
-    os.kill(first.pid, signal.SIGKILL)
-    first.wait()
-    assert reasons(run(GOOD, GOOD)) == ["", ""] and isolated.child.process.pid != first.pid
 
 
 def test_a_picture_that_takes_too_long_is_rejected():
