@@ -220,7 +220,7 @@ def stored(columns: Iterable[str]) -> list[str]:
 
 
 def size_columns(config: PreprocessingConfig) -> list[str]:
-    """The columns of the pictures' width and height; [] if they are not given, which only online runs may."""
+    """The columns of the images' width and height; [] if they are not given, which only online runs may."""
     return [name for name in (getattr(config, "width_column", None), getattr(config, "height_column", None)) if name]
 
 
