@@ -55,7 +55,7 @@ def note_steps(config, given, plan, **options):
         dist.barrier()
         ids, first_unit = [int(row) for unit in units for row in unit.ids], step * plan.units_per_step
         # The rows of the first chunk that lie before the run's first step are read and dropped, once for all ranks.
-        dropped = (first_unit - plan.unit_range(plan.chunk_of(first_unit)).start) * plan.unit_rows
+        dropped = (first_unit - plan.unit_range(plan.chunk_range(step, step + 1).start).start) * plan.unit_rows
         dropped = 0 if started or dist.get_rank() else dropped
         started.append(step)
         line = {"step": step, "epoch": step // plan.steps_per_epoch, "at": time.time(), "ids": ids, "dropped": dropped}
@@ -106,7 +106,7 @@ def run_driver(given):
         time.sleep(0.5)
     kill(driver)
     if driver.returncode and not halt:
-        raise RuntimeError(pathlib.Path(f"{given['storage']}.txt").read_text()[-2000:])
+        raise RuntimeError(pathlib.Path(f"{given['storage']}.txt").read_text().strip().splitlines()[-1])
     return read_steps(given["notes"], world), started
 
 
