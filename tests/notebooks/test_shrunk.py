@@ -47,7 +47,7 @@ def run(no_shared_cluster, tmp_path_factory):
             run(other)
         copy = folder / name.rpartition("/")[2]
         papermill.execute_notebook(ROOT / name, copy, SHRUNK[name], prepare_only=True, progress_bar=False)
-        command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-cell-timeout=600", "-q", "--durations=12"]
+        command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-cell-timeout=1200", "-q", "--durations=12"]
         ended = subprocess.run([*command, copy.name], cwd=folder, capture_output=True, text=True, env=environment)
         assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
         print(ended.stdout)
@@ -56,7 +56,7 @@ def run(no_shared_cluster, tmp_path_factory):
     return run
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", [*MAIN, *(pytest.param(name, marks=slow) for name in (EVALUATION, SCALING))])
 def test_a_notebook_runs(run, name):
     run(name)
