@@ -263,9 +263,9 @@ def test_a_bucket_that_is_left_out_is_said_when_a_run_opens(folder, capsys, tmp_
     described = storage.read_json(storage.join(config.run_uri, "config.json"))["shapes"]
     assert {one["shape"] for one in described} == {"64x64", "48x96", "96x48"}
     for one in described:
-        sentence = f"Pictures of {one['shape']} are left out: their {one['rows']} rows do not fill a batch of 9."
+        sentence = f"of {one['shape']} are left out: their {one['rows']} rows"
         assert (sentence in said) == (one["steps"] == 0)
-    assert "Pictures of" in said and f"validation_share=0.02 is not used: {uri} was encoded with 0.3." in said
+    assert "are left out" in said and f"validation_share=0.02 is not used: {uri} was encoded with 0.3." in said
 
 
 def test_more_shapes_than_compiling_takes_are_said_when_a_run_opens(folder, capsys, tmp_path, monkeypatch):
