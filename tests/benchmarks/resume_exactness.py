@@ -98,7 +98,8 @@ def run_driver(given):
     started, world, halt = time.time(), given["world"], given["halt"]
     command = [sys.executable, "-m", "tests.benchmarks.resume_exactness", "--driver", json.dumps(given)]
     with open(f"{given['storage']}.txt", "a") as output:
-        driver = subprocess.Popen(command, cwd=record.ROOT, stdout=output, stderr=output)
+        options = {"stdout": output, "stderr": output, "start_new_session": True}
+        driver = subprocess.Popen(command, cwd=record.ROOT, **options)
     while driver.poll() is None and time.time() < started + LONGEST:
         if halt and max(read_steps(given["notes"], world), default=0) + 1 == halt:
             time.sleep(SETTLED)
@@ -113,7 +114,7 @@ def run_driver(given):
 def kill(driver):
     """SIGKILL to a process and all that it started."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        for process in [*psutil.Process(driver.pid).children(recursive=True), psutil.Process(driver.pid)]:
+        for process in [psutil.Process(driver.pid), *psutil.Process(driver.pid).children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
     driver.wait()
