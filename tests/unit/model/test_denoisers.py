@@ -267,7 +267,7 @@ def test_the_larger_transformer_has_600_m_parameters():
             "DC, not .*T5EncoderModel",
         ),
         ("unet", {"shift_factor": 0.1}, {}, "shift_factor=0.1 it does not apply"),
-        ("prx", {"text_cleaning": "none"}, {}, "text_cleaning='none'"),
+        ("prx", {"text_cleaning": "none"}, {}, "cleaned by 'none'"),
         ("prx", {"ragged": False}, {}, "maximum_tokens=None"),
         ("unet", {"ragged": True}, {}, "maximum_tokens"),
     ],
@@ -292,7 +292,7 @@ def test_all_that_does_not_fit_is_refused_at_once(build_manifest, tmp_path):
     config = TrainingConfig(unet_config=str(path), resolution={64: 1, 128: 1}, caption_shares=[0.5, 0.5])
     with pytest.raises(ValueError) as error:
         refuse(build_manifest(), config, "/data")
-    wanted = ["maximum_tokens=None", "text_cleaning='none'", "resolution=128 is not in", "8 latent channels"]
+    wanted = ["maximum_tokens=None", "cleaned by 'none'", "resolution=128 is not in", "8 latent channels"]
     for part in [*wanted, "multiples of 16", "caption_shares="]:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
