@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import psutil
 import pyarrow.parquet as pq
@@ -376,6 +377,7 @@ def test_sampling_and_validation_land_on_the_trainers_kind_of_gpu(nodes, tmp_pat
     assert (kind_of[found["node"]], found["gpus"]) == ("A100", 1)
 
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
+    monkeypatch.setattr(ray.train, "get_context", lambda: types.SimpleNamespace(get_world_rank=lambda: 0))
     spare = functools.partial(evaluate.has_spare_gpu, torch.device("cuda"))
     wait_until(lambda: spare("A100"))
     trainers = ray.remote(num_gpus=2, num_cpus=1, accelerator_type="A100")(source.StepSource).remote(config)
