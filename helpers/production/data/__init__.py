@@ -1,1 +1,1 @@
-"""`exclusions`: rows that must go from stored latents and running jobs. `hedged`: a slow read is made a second time."""
+"""`exclusions`: rows that must go. `hedged`: a slow read is made a second time. `validation_set`: data to validate on."""
