@@ -1,1 +1,1 @@
-"""`exclusions`: rows that must go. `hedged`: a slow read is made a second time. `validation_set`: data to validate on."""
+"""`exclusions`: rows that must go. `hedged`: a slow read is made again. `validation_set`: other held-out data."""
