@@ -17,9 +17,6 @@ def test_the_core_works_without_the_rooms_beside_it(no_shared_cluster, tmp_path)
     command = [sys.executable, "core_alone.py", tmp_path / "storage"]
     done = subprocess.run(command, cwd=tmp_path / "core", capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-4:] == [
-        "encoded: 96",
-        "attempts: 2 steps: [1, 2, 3, 4, 5, 6, 7, 8]",
-        "losses that differ between attempts: 0",
-        "sampled: (32, 32, 3)",
-    ]
+    said = done.stdout.splitlines()  # Ray may say in between that a worker died
+    assert "encoded: 96" in said and "attempts: 2 steps: [1, 2, 3, 4, 5, 6, 7, 8]" in said
+    assert "losses that differ between attempts: 0" in said and "sampled: (32, 32, 3)" in said
