@@ -273,7 +273,7 @@ def test_online_each_stage_stays_on_its_kind_of_node(nodes, tmp_path):
     config = run_of(
         raw.storage, "placed", latents_uri=storage.join(raw.storage, "online"), max_steps=24, checkpoint_every=6
     )
-    prepare_run(raw, config)
+    _, raw = prepare_run(raw, config)
     # The encoders' nodes have a GPU by name alone, of which each encoder asks for half.
     having = {"A10G": {"num_gpus": 1}, "A100": {}}
 
