@@ -210,17 +210,16 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
 def test_a_run_with_a_constant_rate_may_get_more_steps_and_is_then_a_bare_loop(data, store):
     """In a store, of which workers that go on download each file once, after it was checked."""
 
-    def downloads():
-        return [path for method, path in store.requests if method == "GET" and ".distcp" in path and "grown" in path]
-
     values = {"latents_uri": storage.join(data, "latents"), "lr_schedule": "constant", "num_training_workers": 2}
-    for steps in (8, 16):
-        grown = short_run("s3://bucket", "grown", max_steps=steps, **values)
-        assert downloads() == []
-        fit(grown)
+    fit(short_run("s3://bucket", "grown", max_steps=8, **values))
+    saved = {key: len(data) for (_, key), (data, _) in store.objects.items() if key.endswith(".distcp")}
+    saved = {key: size for key, size in saved.items() if "/grown/" in key}
+    assert len(saved) == 2 and not any(store.sent[key] for key in saved)  # a file of each worker
+    grown = short_run("s3://bucket", "grown", max_steps=16, **values)
+    fit(grown)
     assert_bare(grown)
-    of_step_8 = downloads()
-    assert len(set(of_step_8)) == 2 and len(of_step_8) == 4  # a file of each worker
+    # Once to check it, and once for both workers of the node.
+    assert {key: store.sent[key] for key in saved} == {key: 2 * size for key, size in saved.items()}
 
 
 @slow

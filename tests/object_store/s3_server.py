@@ -10,6 +10,7 @@ fifteen packages.
         server.vanish(seconds=3)        # connections are refused; what was stored is kept
 """
 
+import collections
 import hashlib
 import html
 import http.server
@@ -33,6 +34,7 @@ class S3Server:
         objects: {(bucket, key): (bytes, time of writing)}
         fail_every: every so many requests one fails; 0: none.
         requests: [(method, path with its query)] of all that came.
+        sent: how many bytes of each object, by its key, were sent.
         failures: how many were answered by 500 or 503 on purpose.
         late_every, late_delay: every so many requests one waits for so many seconds; 0: none.
         refuse, refusals: how many writes to paths that match this pattern are still answered by 503.
@@ -46,6 +48,7 @@ class S3Server:
         self.lock = threading.RLock()
         self.buckets, self.objects, self.uploads, self.completed = {bucket}, {}, {}, {}
         self.fail_every, self.requests, self.failures, self.gone = 0, [], 0, False
+        self.sent = collections.Counter()
         self.refuse, self.refusals = "", 0
         self.late_every, self.late_delay, self.cut_every, self.gets = 0, 2, 0, 0
         self.most_copied = 5 * 2**30
@@ -286,6 +289,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if first >= len(data):
             return self.error(416, "InvalidRange")
         part = memoryview(data)[first : last + 1]
+        with self.state.lock:
+            self.state.sent[self.key] += len(part)
         self.answer(
             206, part, Content_Length=str(len(part)), Content_Range=f"bytes {first}-{last}/{len(data)}", **headers
         )
