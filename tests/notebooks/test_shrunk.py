@@ -21,7 +21,7 @@ RUN = {"max_steps": 4, "warmup_steps": 1, "checkpoint_every": 2, "global_batch_s
 RUN |= {"resolution": 32, "extras": {"evaluate": {"every": 2, "prompts": TWO, "sampling_steps": 2}}}
 SHRUNK = {PREPROCESSING: DATA, TRAINING: RUN, ONLINE: {**DATA, **RUN}, EVALUATION: {}, SCALING: {}}
 MAIN = [PREPROCESSING, TRAINING, ONLINE]
-READS = {PREPROCESSING: [], TRAINING: MAIN[:1], ONLINE: MAIN[:1], EVALUATION: MAIN[:2], SCALING: MAIN}
+READS = {PREPROCESSING: [], TRAINING: MAIN[:1], ONLINE: MAIN[:1], EVALUATION: MAIN[:2], SCALING: MAIN[:2]}
 
 PRELOADED = f"""
 from ray._private import ray_constants
