@@ -12,7 +12,7 @@ MODELS = str(ROOT / "helpers" / "models" / "tiny-sd")
 NOTEBOOKS = ["Preprocessing.ipynb", "Training.ipynb"]
 BEGIN = """import ray
 
-raw_folder, latents_folder, scratch, steps = {raw!r}, {latents!r}, {scratch!r}, 400
+raw_folder, latents_folder, scratch, steps = {raw!r}, {latents!r}, {scratch!r}, 4
 
 
 def models():

@@ -55,7 +55,7 @@ def definitions(notebook):
     cells = [cell for cell in json.loads((ROOT / notebook).read_text())["cells"] if cell["cell_type"] == "code"]
     tagged = ["parameters" in cell["metadata"].get("tags", []) for cell in cells]
     for number, cell in enumerate(cells):
-        is_parameter = number <= tagged.index(True)  # the tagged cell, and the short one above it
+        is_parameter = number <= tagged.index(True)  # the tagged cell, and the folded one above it
         for statement in ast.parse("".join(cell["source"])).body:
             for name in bound_names(statement):
                 found.setdefault(name, (statement, is_parameter))

@@ -425,25 +425,17 @@ def throughput_over_encoders(measured: pd.DataFrame, predicted: pd.DataFrame, *,
 # ---- the model
 
 
-def noise_schedule_curves(alphas_cumprod: np.ndarray) -> DescribedFigure:
-    """Signal sqrt(a) and noise sqrt(1 - a) over the timesteps, and the signal-to-noise ratio a / (1 - a).
-
-    `alphas_cumprod`: (T,), falling (Ho et al. 2020, eq. 4).
-    """
-    alphas = np.asarray(alphas_cumprod, np.float64)
-    fig = DescribedFigure(3.2)
-    left, right = panels(fig, 1, 2, grid="both")
-    left.plot(np.sqrt(alphas), color=BLUE, lw=2, label=r"signal $\sqrt{\bar\alpha_t}$")
-    left.plot(np.sqrt(1 - alphas), color=ORANGE, lw=2, label=r"noise $\sqrt{1-\bar\alpha_t}$")
-    left.set(xlabel="timestep t", ylabel="weight in the noised latents", ylim=(0, 1.02))
-    left.legend(frameon=False)
-    with np.errstate(divide="ignore"):  # a schedule with zero terminal SNR ends at minus infinity: not drawn
-        right.plot(np.log10(alphas) - np.log10(1 - alphas), color=GREEN, lw=2)
-    right.set(xlabel="timestep t", ylabel="log10 of signal-to-noise ratio")
-    return fig.described(
-        f"Noise schedule over {len(alphas)} timesteps: the signal's weight falls from {alphas[0] ** 0.5:.2f} to "
-        f"{alphas[-1] ** 0.5:.2f} while the noise's rises, so the signal-to-noise ratio falls throughout."
-    )
+def timestep_curves(curves: Mapping[str, Any], label: str) -> DescribedFigure:
+    """Curves over the timesteps, from clean to noise. `curves`: name -> (T,) values. `label`: of the vertical axis."""
+    fig = DescribedFigure(2.8)
+    ax, said = panels(fig, grid="both"), []
+    for name, values in curves.items():
+        values = np.asarray(values, np.float64)
+        ax.plot(values, lw=2, label=name)
+        said.append(f"{name} from {values[0]:.2f} at t = 0 to {values[-1]:.2f} at t = {len(values) - 1}")
+    ax.set(xlabel="timestep t", ylabel=label, ylim=(0, None))
+    add_legend(ax)
+    return fig.described(f"Over the timesteps, {label}: {', '.join(said)}.")
 
 
 # ---- comparisons

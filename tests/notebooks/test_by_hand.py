@@ -16,36 +16,26 @@ from tests import by_hand, pipelines
 
 def test_the_script_is_short_and_needs_nothing_of_helpers(tmp_path):
     script, cells = by_hand.assemble(tmp_path), by_hand.cells()
-    assert sum(bool(line.strip()) for cell in cells for line in cell.splitlines()) <= 210
+    assert sum(bool(line.strip()) for cell in cells for line in cell.splitlines()) <= 300
     assert "import helpers" not in script and "from helpers" not in script
     assert max(len(cell.splitlines()) for cell in cells) <= 30
 
 
-CRASHING = """
-by_hand = fit_by_hand({**settings, **crash}, name="by-hand-crash", max_failures=1)
-print(by_hand.metrics)
-"""
-
-
 @pytest.mark.slow
 def test_the_hand_written_cells_encode_train_resume_and_draw(tmp_path):
-    """And their sampler draws what diffusers' draws. Sharded, in bf16; in the executed notebook with DDP.
-
-    All by the run that crashes, after three steps; those that neither crash nor go on are left out.
-    """
+    """And their sampler draws what diffusers' draws. Of the runs on Ray Train, the one that crashes after three steps."""
     captioned_shapes.write_data_set(tmp_path / "raw", 200, spoilt_share=0.05)
     printed = by_hand.run(
         tmp_path,
         changes={
-            "print(fit_by_hand(settings).metrics)": "",
-            'by_hand = fit_by_hand({**settings, "stop_at": settings["max_steps"]})\nprint(by_hand.metrics)': "",
-            "checkpoint_every=10, crash_at=15, stop_at=20": "checkpoint_every=2, crash_at=3, stop_at=4",
-            'print(fit_by_hand({**settings, **crash}, name="by-hand-crash", max_failures=1).metrics)': CRASHING,
+            'by_ray = fit_by_hand({**settings, "stop_at": settings["max_steps"]})\nprint(by_ray.metrics)': "",
+            "CrashingLoss(v_loss, at=15)": "CrashingLoss(v_loss, at=3)",
         },
-        **{"batch_size": 16, "max_steps": 6, "strategy": "fsdp", "bf16": True},
+        **{"max_steps": 6, "checkpoint_every": 2, "stop_at": 4},
     )
     assert "200 rows read, 190 written, 10 dropped" in printed
-    assert re.findall(r"^{'step': (\d+), 'began_at': (\d+)}$", printed, re.MULTILINE) == [("4", "2")]
+    assert re.findall(r"'step': (\d+).*'began_at': (\d+)", printed) == [("4", "2")]
+    assert "the same rows at 120 of 120 steps" in printed
     assert int(re.search(r"largest difference of a pixel: (\d+) of 255", printed)[1]) <= 2
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "pipeline")
     (picture,) = pipeline("a red circle", height=64, width=64, num_inference_steps=2, output_type="np").images

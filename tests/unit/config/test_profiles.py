@@ -42,7 +42,7 @@ def test_the_comment_beside_a_parameter_is_its_text(notebook):
     texts = {field.name: field.metadata["text"] for field in fields if "text" in field.metadata}
     cells = code(notebook)
     (tagged,) = [number for number, (_, tags) in enumerate(cells) if "parameters" in tags]
-    source = "\n".join(source for source, _ in cells[: tagged + 1])  # the short cell, and the folded one
+    source = "\n".join(source for source, _ in cells[: tagged + 1])  # the folded cell, and the short one
     comments = {line.split(" = ")[0]: line.split("  # ")[1] for line in source.splitlines() if "  # " in line}
     assert notebook != PREPROCESSING or comments.pop("own_pictures")
     assert comments.pop("sections") and comments.pop("ray_address") and comments.items() <= texts.items()

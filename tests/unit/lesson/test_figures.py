@@ -31,7 +31,7 @@ EVERY = {
     "pictures": (lambda f: f([PICTURE, PICTURE[..., 0]], ["中文 $_", CAPTION], marks=["", "no"]), "1 of them right"),
     "latents_panel": (lambda f: f(PICTURE // 2, RNG.normal(size=(2, 4, 2, 2)), PICTURE // 2 + np.uint8(16)), "2 x 2"),
     "stage_throughput": (lambda f: f(STAGES), "encode: 300 images/s, 2 workers, the bottleneck"),
-    "noise_schedule_curves": (lambda f: f(ALPHAS), "from 1.00 to 0.07"),
+    "timestep_curves": (lambda f: f({"signal": ALPHAS**0.5}, "weight"), "weight: signal from 1.00 at t = 0 to 0.07"),
     "interrupted_run": (lambda f: f(RUN, ATTEMPTS), "a worker is killed after step 45, 20 steps done again"),
     "loss_curves": (lambda f: f({"a": RUN[:30], "b": RUN[:10]}, consecutive=True), "over steps 31"),
     "training_throughput": (lambda f: f(RUN[:3].join(RATES), 600, 0.02), "600 images/s; 2.0% of the time waiting"),
