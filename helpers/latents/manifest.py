@@ -32,6 +32,15 @@ MADE_AGAIN = (
     "run the notebook that encoded this data again with the same parameters: it writes the file, and encodes nothing"
 )
 MEND = "restore the file from a copy, or encode the data again into another latents_uri"
+SHAPE = {  # of manifest.json
+    **dict.fromkeys(("read", "written", "filtered", "files_crc32"), int),
+    **dict.fromkeys(("encoder", "job", "rejected", "buckets", "work"), dict),
+    **dict.fromkeys(("id_type", "empty_caption_embedding"), str),
+    "resolutions": [int],
+    "columns": [{"name": str, "shape": [int]}],
+    "scaling_factor": (int, float),
+}
+FILES_SHAPE = [{"files": [{"name": str, "row_groups": [int], "buckets": dict}]}]  # of files.json
 WORK = ("seconds", "encoding_seconds", "transform_seconds", "encode_seconds", "write_seconds", "bytes")
 
 
@@ -82,10 +91,7 @@ class Manifest:
         sums = ("rejected", "noted", "buckets")
         rows |= {count: add_up(segment.get(count, {}) for segment in segments) for count in sums}
         work = {name: sum(segment.get(name, 0) for segment in segments) for name in WORK}
-        crc = 0
-        for file in (file for segment in segments for file in segment["files"]):
-            crc = zlib.crc32(json.dumps([file["name"], file["row_groups"]]).encode(), crc)
-        return cls(**description, **rows, work=work, files_crc32=crc)
+        return cls(**description, **rows, work=work, files_crc32=files_crc32(segments))
 
     def column(self, name: str) -> schema.ColumnSpec:
         return next(spec for spec in self.columns if spec.name == name)
@@ -187,13 +193,15 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, values: dict) -> Manifest:
-        """Raises ValueError for a schema version that this code does not read."""
-        if values.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(
-                f"These latents have schema version {values.get('schema_version')!r}, this code reads {SCHEMA_VERSION}:"
-                " encode the data again with Preprocessing.ipynb, into another latents_uri."
-            )
         return cls(**{**values, "columns": [schema.ColumnSpec(**spec) for spec in values["columns"]]})
+
+
+def files_crc32(segments: list[dict]) -> int:
+    """A checksum of the names and row groups of the segments' files."""
+    crc = 0
+    for file in (file for segment in segments for file in segment["files"]):
+        crc = zlib.crc32(json.dumps([file["name"], file["row_groups"]]).encode(), crc)
+    return crc
 
 
 def add_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:
@@ -278,25 +286,40 @@ class Files:
 
 def write_manifest(latents_uri: str, manifest: Manifest, segments: list[dict]) -> None:
     """Write both files, `manifest.json` last."""
-    storage.write_text(storage.join(latents_uri, FILES), json.dumps(segments))
+    storage.write_json(storage.join(latents_uri, FILES), segments, indent=None)
     storage.write_json(storage.join(latents_uri, MANIFEST), dataclasses.asdict(manifest))
 
 
 def read_manifest(latents_uri: str) -> Manifest:
-    """The manifest of a finished job. Raises FileNotFoundError or DamagedFile that says how to make one."""
+    """The manifest of a finished job.
+
+    Raises FileNotFoundError or DamagedFile that says how to make one, and ValueError for a schema version that this
+    code does not read.
+    """
+    uri = storage.join(latents_uri, MANIFEST)
     try:
-        return Manifest.from_dict(storage.read_json(storage.join(latents_uri, MANIFEST), MADE_AGAIN))
+        version = storage.read_json(uri, MADE_AGAIN).get("schema_version")
+        if version == SCHEMA_VERSION:
+            return Manifest.from_dict(storage.read_json(uri, MADE_AGAIN, shape=SHAPE))
+        raise ValueError(
+            f"The latents of {storage.shown(uri)} have schema version {version!r}, this code reads {SCHEMA_VERSION}: "
+            "encode the data again with Preprocessing.ipynb, into another latents_uri."
+        )
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"No latents at latents_uri={latents_uri!r} (no {MANIFEST} there): make them first with "
-            f"`papermill Preprocessing.ipynb - -p latents_uri {latents_uri} > /dev/null`, or by running "
+            f"No latents at latents_uri={storage.shown(latents_uri)!r} (no {MANIFEST} there): make them first with "
+            f"`papermill Preprocessing.ipynb - -p latents_uri {storage.shown(latents_uri)} > /dev/null`, or by running "
             "Preprocessing.ipynb."
         ) from None
 
 
 def read_segments(latents_uri: str) -> list[dict]:
-    """The segments of a finished job, in order."""
-    return storage.read_json(storage.join(latents_uri, FILES), MADE_AGAIN)
+    """The segments of a finished job, in order. Raises DamagedFile if they are not those that the manifest counts."""
+    uri = storage.join(latents_uri, FILES)
+    segments = storage.read_json(uri, MADE_AGAIN, shape=FILES_SHAPE)
+    if files_crc32(segments) != read_manifest(latents_uri).files_crc32:
+        raise storage.DamagedFile(f"{storage.shown(uri)} does not list the files that {MANIFEST} counts: {MADE_AGAIN}.")
+    return segments
 
 
 def read_files(latents_uri: str) -> Files:

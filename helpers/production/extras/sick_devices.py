@@ -99,7 +99,7 @@ def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
     if not sick:
         return None
     uri, nodes = storage.join(run_uri, EXCLUDED), {everyone[rank]["node"] for rank in sick}
-    excluded = nodes.union(storage.read_json(uri) if storage.exists(uri) else [])
+    excluded = nodes.union(storage.read_json(uri, shape=[str]) if storage.exists(uri) else [])
     heads = {node["NodeID"] for node in ray.nodes() if HEAD in node["Resources"]}
     text = "; ".join(everyone[rank]["text"] for rank in sick)
     if not heads or nodes & heads or len(excluded) > MOST_EXCLUDED or (not computing and len(summing) == len(everyone)):

@@ -60,7 +60,12 @@ class Reports:
         storage.write_text(self.job.uri("data", name), "")
         if self.error:
             raise self.error
-        report = {"files": [{"name": name, "row_groups": [ROWS]}], "rejects": [], "written": ROWS, "bytes": 0}
+        report = {
+            "files": [{"name": name, "row_groups": [ROWS], "buckets": {}}],
+            "rejects": [],
+            "written": ROWS,
+            "bytes": 0,
+        }
         report |= {"buckets": {}, "rejected": {}, "noted": {}, "calls": []}
         report |= dict.fromkeys(["transform_seconds", "encode_seconds", "write_seconds"], 0.0)
         yield pa.table({"report": [json.dumps(report)], "rows": [ROWS]})
