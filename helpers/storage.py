@@ -14,7 +14,7 @@ import time
 import urllib.parse
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
@@ -151,16 +151,17 @@ def max_attempts() -> int:
     return int(os.environ.get("AWS_MAX_ATTEMPTS", 10))
 
 
-def retry(action: Callable[[], None]) -> None:
-    """Call `action()`, again after each of `PAUSES` while it raises an OSError, but for a file that does not exist.
+def retry(action: Callable[[], Any], pauses: Iterable[float] = PAUSES, message: str = "") -> Any:
+    """What `action()` returns, called again after each pause (seconds) while it raises an OSError.
 
-    pyarrow repeats single requests (`max_attempts`). This is for work that is lost if the store is busy for longer.
+    pyarrow repeats single requests (`max_attempts`). This is for work that is lost if the store is busy for longer. An
+    error without `message`, or that a file does not exist, is raised at once.
     """
-    for pause in (*PAUSES, None):
+    for pause in (*pauses, None):
         try:
             return action()
         except OSError as error:
-            if pause is None or isinstance(error, FileNotFoundError):
+            if pause is None or isinstance(error, FileNotFoundError) or message not in str(error):
                 raise
             time.sleep(pause * random.uniform(0.8, 1.2))  # the workers that were refused do not all come back at once
 
@@ -200,12 +201,12 @@ def version(uri: str | os.PathLike) -> tuple[int, int]:
 def walk(uri: str | os.PathLike, recursive: bool = True) -> Iterator[tuple[str, int | None]]:
     """Yield `(path below uri, bytes)` of the files in a folder, in any order; nothing if there is no folder.
 
-    Bytes are None for what cannot be opened: a link that leads nowhere, a FIFO, a name that is not UTF-8 (with "?" for
-    its odd bytes). Raises ValueError for a key with an empty part, which pyarrow cannot open.
+    Bytes are None for what cannot be opened: a link that leads nowhere, a FIFO, a folder that may not be read, a name
+    that is not UTF-8 (with "?" for its odd bytes). Raises ValueError for a key with an empty part: pyarrow cannot open it.
     """
     filesystem, path = open_filesystem(uri)
     if isinstance(filesystem, fs.LocalFileSystem):
-        yield from _walk_disk(path.rstrip("/"), recursive)
+        yield from _walk_disk(path, recursive)
         return
     for item in filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=recursive)):
         if "//" in item.path:
@@ -219,31 +220,28 @@ def _walk_disk(root: str, recursive: bool) -> Iterator[tuple[str, int | None]]:
 
     Links are followed after all else, so a link to a folder or file of `root` adds nothing.
     """
-    found, waiting = set(), collections.deque([(root or "/", "")] if os.path.isdir(root or "/") else [])
+    found, waiting = set(), collections.deque([(root, "")] if os.path.isdir(root) else [])
     while waiting:
         path, below = waiting.popleft()
-        about = _stat(path)
-        is_folder = about is not None and stat.S_ISDIR(about.st_mode)
-        if about is not None:
-            identity = about.st_dev, about.st_ino, None if is_folder else name(path)
+        try:
+            path.encode()
+            about = os.stat(path)
+            is_folder = stat.S_ISDIR(about.st_mode)
+            identity = about.st_dev, about.st_ino, is_folder or name(path)
             if identity in found:
                 continue
             found.add(identity)
+            entries = list(os.scandir(path)) if is_folder and (recursive or not below) else []
+        except (OSError, UnicodeEncodeError):  # a link that leads nowhere; a folder such as lost+found; no UTF-8
+            if not below:
+                raise
+            yield below.encode(errors="replace").decode(), None
+            continue
         if not is_folder:
-            is_regular = about is not None and stat.S_ISREG(about.st_mode)
-            yield below.encode(errors="replace").decode(), about.st_size if is_regular else None
-        elif recursive or not below:
-            for entry in sorted(os.scandir(path), key=lambda entry: entry.name, reverse=True):
-                add = waiting.append if entry.is_symlink() else waiting.appendleft
-                add((entry.path, f"{below}/{entry.name}" if below else entry.name))
-
-
-def _stat(path: str) -> os.stat_result | None:
-    try:
-        path.encode()
-        return os.stat(path)
-    except (OSError, UnicodeEncodeError):  # a link that leads nowhere, or to itself; a name that is not UTF-8
-        return None
+            yield below, about.st_size if stat.S_ISREG(about.st_mode) else None
+        for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
+            add = waiting.append if entry.is_symlink() else waiting.appendleft
+            add((entry.path, f"{below}/{entry.name}" if below else entry.name))
 
 
 def list_files(uri: str | os.PathLike, suffix: str | tuple[str, ...] = "", recursive: bool = False) -> list[str]:
@@ -256,7 +254,7 @@ def list_folders(uri: str | os.PathLike) -> list[str]:
     """Sorted paths or URIs of the folders directly in a folder."""
     filesystem, path = open_filesystem(uri)
     found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    return sorted(join(uri, name(item.path)) for item in found if item.type == fs.FileType.Directory)
+    return sorted(join(uri, item.base_name) for item in found if item.type == fs.FileType.Directory)
 
 
 def sizes(uri: str | os.PathLike, recursive: bool = True) -> dict[str, int]:
@@ -275,15 +273,13 @@ def read_text(uri: str | os.PathLike) -> str:
 def read_bytes(uri: str | os.PathLike, offset: int = 0) -> bytes:
     """A file from a byte on. Raises FileNotFoundError if it does not exist."""
     filesystem, path = open_filesystem(uri)
-    for attempt in range(1, max_attempts() + 1):
-        try:
-            with filesystem.open_input_file(path) as file:
-                file.seek(offset)
-                return file.read()
-        except OSError as error:
-            if SHORT_READ_ERROR not in str(error) or attempt == max_attempts():
-                raise
-            time.sleep(0.1)
+
+    def read() -> bytes:
+        with filesystem.open_input_file(path) as file:
+            file.seek(offset)
+            return file.read()
+
+    return retry(read, [0.1] * (max_attempts() - 1), SHORT_READ_ERROR)
 
 
 def write_text(uri: str | os.PathLike, text: str) -> None:

@@ -25,7 +25,6 @@ from ..encode.captions import count_tokens, load_tokenizer
 from ..latents import held_out, schema
 from ..latents.manifest import DataSets, Manifest, read_manifest
 from ..latents.parquet import read_parquet
-from ..latents.read import example_rows
 from ..online.config import OnlineConfig
 from ..production.extras import scores
 from ..production.readers import detect
@@ -280,7 +279,7 @@ def held_out_pictures(training: TrainingConfig) -> tuple[list[np.ndarray], list[
     manifest = DataSets.open(training.proportions).first
     rows = held_out.of_run(training.run_uri, training.proportions, training.largest_resolution)
     if rows is None:
-        rows = example_rows(next(iter(training.proportions)), held_out.NUM_ROWS)
+        rows = held_out.example_rows(next(iter(training.proportions)), held_out.NUM_ROWS)
     pictures, captions = [], []
     for spec in manifest.latents_at(training.largest_resolution):
         moments, is_there = spec.decode(rows[spec.name])
@@ -294,7 +293,7 @@ def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
     uri = next(iter(training.proportions))
     raw = read_manifest(uri).online
     if raw is None:
-        return example_rows(uri, num_rows)[schema.CAPTION].to_pylist()
+        return held_out.example_rows(uri, num_rows)[schema.CAPTION].to_pylist()
     config = OnlineConfig(**raw)
     rows = detect.first_rows(config, num_rows)
     return [captions[0] for captions in inputs.captions_of(rows, config) if not inputs.text_reason(0, captions[0])]

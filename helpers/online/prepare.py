@@ -14,7 +14,8 @@ from ..config import TrainingConfig, first_difference
 from ..encode import encoder, prepare, stages
 from ..encode.job import Segment, segment_entry
 from ..latents import held_out
-from ..latents.manifest import Manifest, add_up, read_files, read_manifest, read_segments, write_manifest
+from ..latents.manifest import Manifest, add_up, read_manifest, read_segments, write_manifest
+from ..latents.plan import read_files
 from ..raw import inputs
 from . import index
 from .config import OnlineConfig

@@ -20,7 +20,7 @@ import psutil
 
 from helpers import cluster, distributed, notebook, storage
 from helpers.config import PreprocessingConfig
-from helpers.latents import read
+from helpers.latents import held_out
 from helpers.lesson import captioned_shapes
 from helpers.train import metrics
 from helpers.train.step import TrainStep, Unit
@@ -33,7 +33,7 @@ WARM_UP = 20
 def bare(config, manifest):
     """Images a second of `TrainStep` alone, on one batch."""
     distributed.use_cores(1)
-    table = read.example_rows(config.latents_uri, config.global_batch_size).combine_chunks()
+    table = held_out.example_rows(config.latents_uri, config.global_batch_size).combine_chunks()
     batch, alone = Unit.from_arrow(table, manifest, manifest.latents(64), 0), TrainStep(config, manifest)
     for step in range(config.max_steps):
         if step == WARM_UP:

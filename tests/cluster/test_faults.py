@@ -21,7 +21,8 @@ from helpers import notebook, storage
 from helpers.config import PreprocessingConfig
 from helpers.encode import encoder, stages
 from helpers.latents import read
-from helpers.latents.manifest import read_files, read_manifest
+from helpers.latents.manifest import read_manifest
+from helpers.latents.plan import read_files
 from helpers.lesson import captioned_shapes
 from helpers.production import monitor
 from helpers.raw import inputs

@@ -19,7 +19,8 @@ from helpers import storage
 from helpers.config import PreprocessingConfig
 from helpers.encode import encoder
 from helpers.encode.captions import caption_ids, load_tokenizer, tokenize
-from helpers.latents.manifest import read_files, read_manifest, read_segments
+from helpers.latents.manifest import read_manifest, read_segments
+from helpers.latents.plan import read_files
 from helpers.lesson import captioned_shapes
 from helpers.raw import images
 from tests import by_hand, pipelines

@@ -19,6 +19,7 @@ from helpers.encode.captions import caption_ids, load_tokenizer
 from helpers.latents import read, schema
 from helpers.model import diffusion
 from helpers.model.denoisers import load_denoiser_config
+from helpers.online.encode import choose_captions
 from helpers.train.step import TrainStep, Unit
 from tests.latents import plan_for, read_steps, refuse
 from tests.models import CHANNELS, DOWNSAMPLING, WIDTH, tiny_model
@@ -136,7 +137,7 @@ def test_rows_of_any_length_come_back_bit_by_bit(made, data):
     order = np.array(data.draw(st.lists(st.integers(0, len(column) - 1), min_size=1, max_size=12)))
     chunks = pa.chunked_array([column.slice(0, cut), column.slice(cut)])
     both = pa.table({schema.EMBEDDINGS: column, f"{schema.EMBEDDINGS}_2": pa.nulls(len(column), column.type)})
-    chosen = schema.choose_captions(both, np.ones(len(column), int))[schema.EMBEDDINGS]
+    chosen = choose_captions(both, np.ones(len(column), int))[schema.EMBEDDINGS]
     everything = np.arange(len(column))
     taken = [(stored, everything), (chunks, everything), (read.take(chunks, order), order), (chosen, everything)]
     for found, places in [*taken, (column.slice(cut), everything[cut:])]:

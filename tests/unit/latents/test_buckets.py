@@ -18,8 +18,8 @@ from helpers.encode import encoder, prepare, stages
 from helpers.encode.job import Job
 from helpers.evaluate import losses_by_noise, validation_loss
 from helpers.latents import held_out, schema
-from helpers.latents.manifest import DataSets, read_files, read_manifest
-from helpers.latents.plan import plan_run
+from helpers.latents.manifest import DataSets, read_manifest
+from helpers.latents.plan import plan_run, read_files
 from helpers.latents.read import latents_reader, read_row_ranges, split_units
 from helpers.lesson import display
 from helpers.model.denoisers import build_denoiser

@@ -222,7 +222,7 @@ def test_half_an_index_is_completed_from_its_files(tmp_path):
         damaged.write_bytes(damaged.read_bytes()[:-20])
         assert prepare_online.prepare_run(raw, training)[0] == manifest
         assert read_manifest(training.latents_uri).files_crc32 == manifest.files_crc32
-    assert {path: path.stat().st_mtime_ns for path in files} == files and storage.read_json(report)
+    assert {path: path.stat().st_mtime_ns for path in files} == files and storage.read_json(report, shape=list)
 
 
 def test_only_the_columns_that_decide_are_read_for_an_index(tmp_path, monkeypatch):
