@@ -1,4 +1,4 @@
-"""The Ray cluster of a notebook: connect, run on a GPU, drain a node; which errors are worth another attempt."""
+"""The Ray cluster of a notebook: connect, run on a GPU; which errors are worth another attempt."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import re
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import uuid
 import warnings
@@ -151,9 +149,8 @@ def check_shared(uri: str, parameter: str = "storage") -> None:
         return
     token = storage.join(uri, f".shared-{uuid.uuid4().hex}")
     storage.write_text(token, "")
-    exists = ray.remote(num_cpus=0)(storage.exists)
+    exists, seen = ray.remote(num_cpus=0)(storage.exists), {}
     try:
-        seen = {}
         for node in nodes:
             on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             seen[node["NodeManagerAddress"]] = exists.options(scheduling_strategy=on_node).remote(token)
@@ -185,32 +182,6 @@ def run_on_device(
         return function(*arguments, **options)
     on_gpu = ray.remote(num_gpus=1, max_calls=1, accelerator_type=accelerator_type)
     return ray.get(on_gpu(function).remote(*arguments, **options))
-
-
-def drain_node(reason: str, node_id: str) -> None:
-    """Tell Ray that a node will go: nothing is placed there any more, and Ray Train's workers there save a checkpoint.
-
-    Ray on that node ends as soon as nothing runs there. `node_id`: in hex. Raises RuntimeError if Ray refuses.
-    """
-    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
-    command += ["--reason-message", reason, "--node-id", node_id]
-    command += ["--address", ray.get_runtime_context().gcs_address]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"Ray did not drain the node {node_id}: {(done.stderr or done.stdout).strip()[-500:]}")
-
-
-STORED = ("raw", "scratch", "latents", "online", "runs", "lost")  # how the names of the notebooks' folders begin
-
-
-def free_disk(storage_uri: str) -> int:
-    """Delete all that the notebooks store under `storage`: raw samples, latents, runs. Returns the bytes freed."""
-    freed = 0
-    for uri in storage.list_folders(storage_uri):
-        if storage.name(uri).startswith(STORED):
-            freed += sum(storage.sizes(uri).values())
-            storage.delete(uri)
-    return freed
 
 
 # What Ray raises when a node, an actor or a worker is lost, or an object or task because of that.

@@ -5,25 +5,50 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pandas as pd
 import ray.train
+from IPython import get_ipython
+from IPython.display import Image, display
 
 from .. import cluster, storage
 from ..config import TrainingConfig
 from ..latents.manifest import DataSets
-from ..notebook import Progress, interruptible, poll_in_background, with_interrupt_hint
+from ..notebook import Progress, interruptible, with_interrupt_hint
 from ..train import run_folder, start
 from ..train.extra import Extra
 from ..train.metrics import MetricsReader, read_metrics, throughput
 from . import lease
 from .checks import training
 from .extras import results, trackers
+
+
+@contextlib.contextmanager
+def poll_in_background(action: Callable[[], object], every: float) -> Iterator[None]:
+    """While the block runs, call `action()` in a thread every `every` seconds, until it returns True.
+
+    An exception in `action` is raised when the block ends.
+    """
+    stop = threading.Event()
+
+    def poll():
+        while not stop.wait(every) and not action():
+            pass
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        polling = pool.submit(poll)
+        try:
+            yield
+        finally:
+            stop.set()
+    polling.result()
 
 
 @contextlib.contextmanager
@@ -96,6 +121,7 @@ class RunDisplay:
         self.progress = Progress(f"run {storage.name(run_uri)}", "steps")
         self.metrics, self.evaluations = MetricsReader(run_uri), results.ResultsReader(run_uri)
         self.num_failures = len(run_folder.read_failures(run_uri))
+        self.images = None  # the display of an evaluation's images
         self.recent = pd.DataFrame()  # the metrics of the last 10,000 steps
 
     def update(self) -> None:
@@ -119,9 +145,19 @@ class RunDisplay:
             grid_uri = results.grid_uri(self.run_uri, step)
             if storage.exists(grid_uri):
                 values["evaluation"] = results.read_png(grid_uri)
-                self.progress.picture(storage.read_bytes(grid_uri), f"Images of prompts after step {step}")
+                self.show_images(grid_uri, f"Images of prompts after step {step}")
             if values:  # an evaluation that was skipped has none
                 self.track(step, values)
+
+    def show_images(self, uri: str, described: str) -> None:
+        """Show an evaluation's images below the line, in place of those before. `described`: their alternative text."""
+        if get_ipython() is None:
+            return
+        image = Image(storage.read_bytes(uri), format="png", alt=described)
+        if self.images is None:
+            self.images = display(image, display_id=True)
+        else:
+            self.images.update(image)
 
     def show_steps(self) -> None:
         new = self.metrics.read()

@@ -63,7 +63,7 @@ def settle(evaluate: Evaluate, config: TrainingConfig) -> Evaluate:
     }
     if missing := [name for name, is_missing in lacks.items() if is_missing]:
         raise ValueError(f"best_by={best_by!r} needs {missing[0]}: give one, or choose another best_by.")
-    sample.choose_sampler(config, evaluate.sampler, evaluate.sampling_steps)
+    sample.build_sampler(config, evaluate.sampler, evaluate.sampling_steps)
     if evaluate.validation_uri:
         validation_set.check(evaluate.validation_uri, config, data)
     excluded = exclusions.Exclusions(**(config.extras.get("exclusions") or {}))

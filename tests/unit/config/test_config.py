@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from helpers import config as parameters
 from helpers import storage
 from helpers.config import PreprocessingConfig, TrainingConfig, pool_size
-from helpers.notebook import choose_sections
+from helpers.lesson.sections import choose_sections
 from helpers.online.config import OnlineConfig
 from helpers.train import start
 

@@ -86,11 +86,6 @@ def test_the_cell_that_checks_names_passes_again_after_all_others(notebook):
     parameters.check_names([source for source, _ in code(notebook)])
 
 
-def test_a_number_in_quotes_is_told_from_a_wrong_number():
-    with pytest.raises(ValueError, match=r"^learning_rate='3e-3' .*, without quotes\.$"):
-        TrainingConfig.from_parameters({"learning_rate": "3e-3"})
-
-
 def test_parameters_of_other_notebooks_and_own_variables_pass():
     papermills = "# Parameters\nnum_encoders = 3\nsections = []\nPAPERMILL_OUTPUT_PATH = 'o.ipynb'\n"
     cells = ["", papermills, "mine = 3", "%magic"]
@@ -131,13 +126,7 @@ def test_a_profile_passes_the_checks_of_all_notebooks_and_its_parts_fit(name):
     assert denoisers.ADAPTERS[denoiser["_class_name"]].caption_width(denoiser) == width
     for parameter in ("encoder_model", "vae_model", "text_encoder_model"):
         if "/" in (model := profile.get(parameter) or ""):
-            assert re.fullmatch(rf"[0-9a-f]{{40}}|{parameters.COMMIT}", model.partition("@")[2]), parameter
-
-
-def test_a_commit_that_a_profile_leaves_open_is_refused_until_it_is_replaced():
-    given = {**DEFAULTS[PREPROCESSING], **full_run.read_profile("full-today-256")}
-    with pytest.raises(ValueError, match="^encoder_model='Photoroom/prx-256-t2i@REPLACE_WITH_COMMIT' names no commit"):
-        PreprocessingConfig.from_parameters(given)
+            assert re.fullmatch(r"[0-9a-f]{40}|REPLACE_WITH_COMMIT", model.partition("@")[2]), parameter
 
 
 def test_the_laptops_profile_is_the_notebooks_defaults():

@@ -14,7 +14,7 @@ import pytest
 from helpers import notebook as runtime_progress
 from helpers import storage
 from helpers.config import TrainingConfig
-from helpers.notebook import Progress, batch_terminal, poll_in_background, time
+from helpers.notebook import Progress, batch_terminal, time
 from helpers.production import monitor
 from helpers.production.extras import results
 from helpers.production.extras.evaluate import Evaluate
@@ -135,7 +135,7 @@ def test_an_error_while_polling_is_raised_at_the_end():
         polled.set()
         raise OSError("no answer")
 
-    with pytest.raises(OSError, match="no answer"), poll_in_background(fail, every=0.001):
+    with pytest.raises(OSError, match="no answer"), monitor.poll_in_background(fail, every=0.001):
         assert polled.wait(60)
 
 
@@ -199,16 +199,12 @@ def test_a_time_left_is_shown_when_it_means_something(terminal, monkeypatch):
     assert "left" not in first + early and later.endswith("left")
 
 
-def test_the_pictures_of_an_evaluation_appear_below_the_progress(tmp_path, monkeypatch):
+def test_the_images_of_an_evaluation_appear_below_the_progress(tmp_path, monkeypatch):
     config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=20)
-    shown = []
-    monkeypatch.setattr(runtime_progress, "get_ipython", lambda: True)
-    monkeypatch.setattr(runtime_progress, "display", lambda bundle, **options: shown.append((bundle, options)))
+    shown, png = [], to_png(np.zeros((8, 8, 3), np.uint8))
+    monkeypatch.setattr(monitor, "get_ipython", lambda: True)
+    monkeypatch.setattr(monitor, "display", lambda image, **options: shown.append(image))
     with monitor.monitor_run(config):
-        png = to_png(np.zeros((8, 8, 3), np.uint8))
         storage.write_bytes(results.grid_uri(config.run_uri, 10), png)
         results.write_result(config.run_uri, {"step": 10, "validation_loss": 0.2})
-    pictures = [
-        (bundle["image/png"], options["metadata"]["image/png"]) for bundle, options in shown if "image/png" in bundle
-    ]
-    assert pictures == [(png, {"alt": "Images of prompts after step 10"})]
+    assert [(image.data, image.alt) for image in shown] == [(png, "Images of prompts after step 10")]
