@@ -11,7 +11,6 @@ import secrets
 import signal
 import socket
 import threading
-import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,9 +18,6 @@ from typing import Any
 import ray
 import ray.data
 import ray.exceptions
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from . import storage
 
 # Variables of stores and of the model hub that workers get. None is a secret: Ray shows and logs what they get.
 FORWARDED = (
@@ -140,29 +136,6 @@ def stderr_closed() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-def check_shared(uri: str, parameter: str = "storage") -> None:
-    """Raises ValueError, naming the `parameter`, if some node does not see what this process writes to `uri`."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    if len(nodes) < 2:
-        return
-    token = storage.join(uri, f".shared-{uuid.uuid4().hex}")
-    storage.write_text(token, "")
-    exists, seen = ray.remote(num_cpus=0)(storage.exists), {}
-    try:
-        for node in nodes:
-            on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            seen[node["NodeManagerAddress"]] = exists.options(scheduling_strategy=on_node).remote(token)
-        for address, answer in seen.items():
-            with contextlib.suppress(ray.exceptions.TaskUnschedulableError):  # the node left after it was listed
-                if not ray.get(answer):
-                    raise ValueError(
-                        f"{parameter}={uri!r} is not shared: the node {address} does not see what is written there. "
-                        "Give a folder that all nodes mount, or a URI such as s3://bucket/folder."
-                    )
-    finally:
-        storage.delete(token)
 
 
 def is_local_ray() -> bool:

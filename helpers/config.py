@@ -361,12 +361,7 @@ class PreprocessingConfig(Parameters):
         return self.input_uri or self.raw_uri
 
 
-def read_size(key: Any) -> Any:
-    """JSON has text keys: "64" -> 64."""
-    return int(key) if isinstance(key, str) and key.isdigit() else key
-
-
-Size = Annotated[Count, BeforeValidator(read_size)]
+Size = Annotated[Count, Field(strict=False)]  # in JSON, keys are texts
 # Ray Train takes ASCII alone: from "!" to "~", here without slashes, and not of dots alone.
 PLAIN = r"^\.*[!-\-0-\[\]-~][!-.0-\[\]-~]*$"
 RunName = Annotated[Text, Field(pattern=PLAIN)]

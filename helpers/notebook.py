@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import html
 import os
 import signal
@@ -81,10 +82,10 @@ class Progress:
     def __call__(self, done: int, total: int, text: str = "") -> None:
         now = time.monotonic()
         self.first = self.first or (now, done)
-        line = f"{self.label}: {done:,} of {total:,} {self.unit} in {format_seconds(now - self.started)}"
+        line = f"{self.label}: {done:,} of {total:,} {self.unit} in {duration(now - self.started)}"
         if self.first[1] < done < total and now - self.first[0] >= SECONDS_TO_ESTIMATE:
             seconds_left = (now - self.first[0]) / (done - self.first[1]) * (total - done)
-            line += f", {format_seconds(seconds_left)} left"
+            line += f", {duration(seconds_left)} left"
         if text:
             line += f", {text}"
         self.show(line, done, total)
@@ -133,10 +134,6 @@ def batch_terminal() -> int | None:
         return None
 
 
-def format_seconds(seconds: float) -> str:
-    """A duration in its two largest units: "42 s", "3 min 05 s", "2 h 10 min"."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours:,} h {minutes:02d} min"
-    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds: "0:03:05"."""
+    return str(datetime.timedelta(seconds=round(seconds)))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import json
 import pathlib
 import tempfile
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import diffusers
@@ -25,6 +23,8 @@ from .encode import captions, encoder
 from .latents.manifest import DataSets, Manifest
 from .model import denoisers, diffusion
 from .train import checkpoint
+
+warnings.filterwarnings("ignore", "`LoraLoaderMixin` is deprecated", FutureWarning)  # of PRXPipeline
 
 # DDIM is DPM-Solver++ of first order (Lu et al., 2022). diffusers' `DDIMScheduler` moves by 1000 // steps timesteps.
 # With 350 steps it begins at 699, or arrives elsewhere than its next step expects.
@@ -186,8 +186,7 @@ def pipeline_of_run(
         "scheduler": build_sampler(config, sampler, steps),
         adapter.component: denoiser.eval(),
     }
-    with without_warnings():
-        pipeline = getattr(diffusers, adapter.pipeline)(**models, **defaults, **adapter.left_out)
+    pipeline = getattr(diffusers, adapter.pipeline)(**models, **defaults, **adapter.left_out)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -199,19 +198,6 @@ def adapter_of_run(config: TrainingConfig) -> denoisers.Adapter:
 
 def denoiser_of(pipeline: diffusers.DiffusionPipeline) -> diffusers.ModelMixin:
     return pipeline.unet if "unet" in pipeline.components else pipeline.transformer
-
-
-@contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """Silences diffusers and transformers while a pipeline is made: their warnings are about parts not used here."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`LoraLoaderMixin` is deprecated", FutureWarning)  # of PRXPipeline
-            yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
 
 
 # ---- latents -> images

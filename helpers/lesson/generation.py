@@ -25,12 +25,13 @@ import ray
 import torch
 from ray.data import ActorPoolStrategy
 
-from .. import cluster, sample, storage
+from .. import cluster, storage
 from ..config import refuse_change
 from ..encode import encoder
 from ..encode.models import model_folder, pin_model
 from ..latents import schema
 from ..latents.parquet import read_parquet, write_table
+from ..production.checks.cluster import check_shared
 from ..production.extras import scores
 from ..sample import generate, to_png
 
@@ -84,8 +85,7 @@ def load_pipeline(model: str, dtype: torch.dtype = torch.float32) -> diffusers.D
         options = {"dtype": dtype, "use_safetensors": True}
         if "safety_checker" in diffusers.DiffusionPipeline.load_config(folder):
             options["safety_checker"] = None
-        with sample.without_warnings():
-            loaded = diffusers.DiffusionPipeline.from_pretrained(folder, **options)
+        loaded = diffusers.DiffusionPipeline.from_pretrained(folder, **options)
     loaded.set_progress_bar_config(disable=True)
     return loaded
 
@@ -187,7 +187,7 @@ def generate_all(
     made, total = 0, sum(len(job.prompts) for job in jobs)
     already = total - sum(len(part["prompts"]) for part in parts)
     for job in jobs:
-        cluster.check_shared(job.uri, "uri")
+        check_shared(job.uri, "uri")
         storage.write_json(storage.join(job.uri, JOB), job.values)
     if not parts:
         return 0

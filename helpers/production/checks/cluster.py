@@ -1,14 +1,41 @@
-"""What is refused or said about a cluster's GPUs before a run starts."""
+"""What is refused or said about a cluster before a job or a run starts."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import uuid
 from collections.abc import Sequence
 
 import ray
 from ray.util import accelerators
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ... import storage
 from ...cluster import is_local_ray
+
+
+def check_shared(uri: str, parameter: str = "storage") -> None:
+    """Raises ValueError, naming the `parameter`, if some node does not see what this process writes to `uri`."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if len(nodes) < 2:
+        return
+    token = storage.join(uri, f".shared-{uuid.uuid4().hex}")
+    storage.write_text(token, "")
+    exists, seen = ray.remote(num_cpus=0)(storage.exists), {}
+    try:
+        for node in nodes:
+            on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            seen[node["NodeManagerAddress"]] = exists.options(scheduling_strategy=on_node).remote(token)
+        for address, answer in seen.items():
+            with contextlib.suppress(ray.exceptions.TaskUnschedulableError):  # the node left after it was listed
+                if not ray.get(answer):
+                    raise ValueError(
+                        f"{parameter}={uri!r} is not shared: the node {address} does not see what is written there. "
+                        "Give a folder that all nodes mount, or a URI such as s3://bucket/folder."
+                    )
+    finally:
+        storage.delete(token)
 
 
 def check_gpus(
