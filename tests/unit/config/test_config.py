@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers import config as parameters
 from helpers import storage
-from helpers.config import PreprocessingConfig, TrainingConfig, pool_size
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.lesson.sections import choose_sections
 from helpers.online.config import OnlineConfig
 from helpers.train import start
@@ -83,11 +83,6 @@ def test_a_wrong_value_is_refused_in_one_sentence(name, value):
 def test_values_that_do_not_go_together_are_refused_in_one_sentence(values, sentence):
     with pytest.raises(ValueError, match=rf"^{re.escape(sentence)}[^\n]*\.$"):
         kind_of(values)(**values)
-
-
-def test_all_that_does_not_go_with_the_objective_is_named_at_once():
-    with pytest.raises(ValueError, match="^min_snr_gamma=5.0 .*timestep_sampling='importance' "):
-        TrainingConfig(**FLOW, min_snr_gamma=5.0, timestep_sampling="importance")
 
 
 @pytest.mark.parametrize("kind", FIELDS)
@@ -170,11 +165,6 @@ def test_ratios_that_come_to_one_shape_are_one_shape():
     assert fine == [(192, 384), (192, 320), (256, 256), (320, 192), (384, 192)]
 
 
-def test_encoders_are_so_many_or_between_the_least_and_the_most():
-    assert pool_size(3) == {"min_size": 3, "max_size": 3} and pool_size([2, 8]) == {"min_size": 2, "max_size": 8}
-    assert PreprocessingConfig(num_encoders=[2, 8]).most_encoders == 8
-
-
 # ---- resuming
 
 
@@ -195,13 +185,6 @@ def test_a_run_is_resumed_with_what_fixes_what_it_learns(name):
         return
     with pytest.raises(ValueError, match=rf"^run_name='run' was [a-z]* with {name}='another', not [^\n]*\.$"):
         start.check_resume(config, earlier)
-
-
-def test_machines_and_cadences_may_change_and_data_model_and_recipe_may_not():
-    fixed = TrainingConfig().fixed("rows", "latents", "run").keys()
-    assert not fixed & {"num_training_workers", "strategy", "compile_unet", "use_gpu", "checkpoint_every", "extras"}
-    assert fixed > {"validation_share", "resolution", "unet_config", "prediction_type", "global_batch_size", "seed"}
-    assert fixed > {"units_per_step", "max_steps", "lr_schedule", "precision"}
 
 
 @pytest.mark.parametrize(("workers", "units"), [(1, 1), ((1, 2), 2), (4, 4)])

@@ -86,22 +86,6 @@ def test_the_cell_that_checks_names_passes_again_after_all_others(notebook):
     parameters.check_names([source for source, _ in code(notebook)])
 
 
-def test_parameters_of_other_notebooks_and_own_variables_pass():
-    papermills = "# Parameters\nnum_encoders = 3\nsections = []\nPAPERMILL_OUTPUT_PATH = 'o.ipynb'\n"
-    cells = ["", papermills, "mine = 3", "%magic"]
-    assert TrainingConfig.from_parameters({"In": cells, "run_name": "a"}).run_name == "a"
-
-
-@pytest.mark.parametrize("notebook", CONFIGS)
-def test_a_notebook_checks_names_before_it_starts_ray(notebook):
-    sources = [source for source, _ in code(notebook)]
-    checks = next(
-        number for number, source in enumerate(sources) if re.search(r"\.(from_parameters|training_config)\(", source)
-    )
-    assert "globals()" in sources[checks]
-    assert checks < next(number for number, source in enumerate(sources) if "cluster.connect(" in source)
-
-
 # ---- profiles
 
 
@@ -133,11 +117,6 @@ def test_the_laptops_profile_is_the_notebooks_defaults():
     laptop = {name: value for name, value in full_run.read_profile("laptop").items() if name != "sections"}
     for notebook in CONFIGS:
         assert {**laptop, **DEFAULTS[notebook]} == {**DEFAULTS[notebook], **laptop}
-
-
-def test_an_unknown_profile_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="^profile='cloud' .*'laptop'"):
-        full_run.read_profile("cloud")
 
 
 @pytest.mark.parametrize("recipe", ["sd2", "today"])

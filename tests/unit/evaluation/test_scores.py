@@ -35,11 +35,6 @@ def test_cmmd_pair_by_pair(monkeypatch):
     assert scores.cmmd(x, x) == pytest.approx(0, abs=1e-9)
 
 
-def test_a_single_image_has_no_cmmd():
-    with pytest.raises(ValueError, match="at least 2 images"):
-        scores.cmmd(np.ones((9, 3)), np.ones((1, 3)))
-
-
 def test_clip_score_by_hand():
     """Cosines 1, 0.6 and -1; a negative one counts as 0."""
     images, texts = [[1, 0], [0, 2], [1, 0]], [[3, 0], [4, 3], [-1, 0]]
@@ -73,10 +68,6 @@ def test_embeddings_are_those_of_transformers_own_pipeline(clip):
     assert seen[0] == pytest.approx((expected / expected.norm()).numpy()[0], abs=1e-5)
     assert said == pytest.approx((texts / texts.norm(dim=1, keepdim=True)).numpy(), abs=1e-5)
     assert clip.images([]).shape == clip.texts([]).shape == (0, clip.model.config.projection_dim)
-
-
-def test_a_text_that_is_too_long_is_cut(clip):
-    assert np.isfinite(clip.texts(["a red circle " * 50])).all()
 
 
 def copy_of(folder, tmp_path, *without):
