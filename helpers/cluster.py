@@ -74,6 +74,7 @@ def answers() -> bool:
 def start_local_ray(num_cpus: int | None) -> None:
     """`ray.init` on this machine without Ray's messages; PRETRAIN_LOCAL_RAY=1 tells workers that they share it.
 
+    Raises ValueError if the path of the folder for temporary files is too long for sockets.
     Raises TimeoutError on a machine so busy that Ray, which waits for half a minute, timed out `START_ATTEMPTS` times.
     """
     num_cpus = num_cpus or max(4, os.cpu_count())
@@ -96,6 +97,11 @@ def start_local_ray(num_cpus: int | None) -> None:
                 ray.init("local", num_cpus=num_cpus, runtime_env=environment, **quiet)
             break
         except Exception as error:  # Ray has no narrower class for it
+            if "AF_UNIX" in str(error):
+                raise ValueError(
+                    "Ray's sockets need a shorter path than RAY_TMPDIR or TMPDIR allows: set RAY_TMPDIR to a short "
+                    f"folder, such as /tmp, and start again. ({error})"
+                ) from None
             if "timed out during startup" not in str(error):
                 raise
             ray.shutdown()

@@ -7,12 +7,14 @@ Building a config reads no storage.
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
@@ -38,6 +40,15 @@ def check_order(pair: tuple[int, int]) -> tuple[int, int]:
     return pair
 
 
+def check_run_name(name: str) -> str:
+    """A run's name stands in paths, URIs, tables and pages: characters that mean something there are refused."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=,-]{0,99}", name):
+        raise ValueError(
+            "a run's name is up to 100 ASCII letters, digits and . _ - + = , that begin with a letter or digit"
+        )
+    return name
+
+
 def read_path(value: Any) -> Any:
     return str(value) if isinstance(value, os.PathLike) else value
 
@@ -45,8 +56,8 @@ def read_path(value: Any) -> Any:
 # ---- types of parameters that both classes have
 
 T = TypeVar("T")
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**63)]
 Limit = Annotated[int, Field(ge=-1)]
 Positive = Annotated[float, Field(gt=0)]
 Amount = Annotated[float, Field(ge=0)]
@@ -91,7 +102,7 @@ NAMES |= {"other_pipeline", "other_prompts", "clip_model", "online_run_name"}  #
 
 def checked(cls: type) -> type:
     """`cls` as a frozen dataclass with checked fields. Pydantic's first finding becomes one plain ValueError."""
-    # strict: True is no 1 and "1e-3" no number; an int may stand for a float.
+    # strict: True is no 1; an int may stand for a float. `read_as_typed` takes what papermill gives.
     options = pydantic.ConfigDict(strict=True, extra="forbid", validate_default=True, allow_inf_nan=False)
     cls = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=options)(cls)
     validate = cls.__init__
@@ -125,7 +136,45 @@ def describe_error(errors: list[dict], values: dict[str, Any]) -> str:
 def describe_reasons(errors: list[dict], name: str) -> str:
     """What pydantic says of one value; of a union, all that may be given."""
     reasons = [error["msg"].removeprefix("Value error, ") for error in errors if error["loc"][0] == name]
-    return ", or ".join(dict.fromkeys(reason[0].lower() + reason[1:] for reason in reasons))
+    text = ", or ".join(dict.fromkeys(reason[0].lower() + reason[1:] for reason in reasons))
+    return text.replace("valid string", 'valid string ("papermill -r" passes a text as it is)')
+
+
+def read_as_typed(value: Any, validate: Callable[[Any], T]) -> T:
+    """`validate(value)`, or of what the value stands for, if papermill or YAML gave it in another type.
+
+    Both read 1e-4 and (1, 2) as texts, 2024 as a number, and 1e3 as no whole number.
+    """
+    try:
+        return validate(value)
+    except pydantic.ValidationError:
+        for reading in readings(value):
+            with contextlib.suppress(pydantic.ValidationError):
+                return validate(reading)
+        raise
+
+
+def readings(value: Any) -> Iterator[Any]:
+    """What a value may stand for: a number for a text, a whole number, what a text says in Python or JSON."""
+    if isinstance(value, float) and value.is_integer():
+        yield int(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield str(value)
+    else:
+        yield evaluate_texts(value)
+
+
+def evaluate_texts(value: Any) -> Any:
+    """A text as the number, list or other value that it says, also inside of lists and mappings."""
+    if isinstance(value, list | tuple):
+        return [evaluate_texts(one) for one in value]
+    if isinstance(value, dict):
+        return {evaluate_texts(key): evaluate_texts(one) for key, one in value.items()}
+    for text in [value, value.title()] if isinstance(value, str) else []:  # true, none
+        with contextlib.suppress(ValueError, SyntaxError):
+            read = ast.literal_eval(text.strip())
+            return list(read) if isinstance(read, tuple) else read
+    return value
 
 
 def check_names(cells: Sequence[str]) -> None:
@@ -172,14 +221,27 @@ class Parameters:
     max_failures: Limit = free(3, "restarts after lost workers, or of a failed segment; -1: no limit")
     extras: Extras = free({}, 'changes of the list of extras: {"watchdog": {"timeout": 60}, "evaluate": None}')
 
+    @pydantic.field_validator("*", mode="wrap")
     @classmethod
-    def from_parameters(cls, namespace: dict[str, Any]) -> Self:
+    def read_as_typed(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
+        return read_as_typed(value, validate)
+
+    @classmethod
+    def from_parameters(cls, namespace: dict[str, Any], **changes: Any) -> Self:
         """The config of a notebook's variables (`globals()`) that have the names of parameters.
 
+        A variable of another type, such as the text "1e-4", becomes what the config has. `changes`: other values.
         Raises ValueError for a name in a parameters cell that no notebook has as a parameter.
         """
         check_names(namespace.get("In", ()))
-        return cls(**{name: namespace[name] for name in names_of(cls) if name in namespace})
+        given = {name: namespace[name] for name in names_of(cls) if name in namespace}
+        config = cls(**{**given, **changes})
+        for name, value in given.items():
+            read = getattr(config, name)
+            plain = list(read) if isinstance(read, tuple) else read
+            if plain != value and plain in readings(value):
+                namespace[name] = read
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -361,12 +423,9 @@ class PreprocessingConfig(Parameters):
         return self.input_uri or self.raw_uri
 
 
-Size = Annotated[Count, Field(strict=False)]  # in JSON, keys are texts
-# Ray Train takes ASCII alone: from "!" to "~", here without slashes, and not of dots alone.
-PLAIN = r"^\.*[!-\-0-\[\]-~][!-.0-\[\]-~]*$"
-RunName = Annotated[Text, Field(pattern=PLAIN)]
+RunName = Annotated[Text, AfterValidator(check_run_name)]
 Which = Literal["model", "ema"]
-SizeShares = Count | Shares[Size]
+SizeShares = Count | Shares[Count]
 Objective = Literal["v_prediction", "epsilon", "flow"]
 CaptionShares = Several[Positive] | None
 Gamma = Positive | Literal["auto"] | None

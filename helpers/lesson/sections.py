@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from IPython import get_ipython
 
+from ..config import evaluate_texts
+
 chosen_sections: list[str] = []
 
 
@@ -15,7 +17,7 @@ def choose_sections(sections: Sequence[str], known: Sequence[str]) -> None:
 
     Raises ValueError if `sections` names one that the notebook does not have.
     """
-    choices = ", ".join(map(repr, known))
+    choices, sections = ", ".join(map(repr, known)), evaluate_texts(sections)
     if not isinstance(sections, (list, tuple)):
         raise ValueError(f"sections={sections!r} must be a list of {choices}, or [] for what a job needs.")
     for section in sections:

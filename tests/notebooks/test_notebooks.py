@@ -1,7 +1,7 @@
 """What every notebook promises a reader, from its source alone; `test_shrunk` runs all of them."""
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -53,6 +53,14 @@ def test_what_a_notebook_calls_of_helpers_is_there_and_takes_these_arguments(nam
     for call in [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) in names]:
         given = {keyword.arg: None for keyword in call.keywords if keyword.arg}
         inspect.signature(names[ast.unparse(call.func)]).bind_partial(**given)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_that_is_started_elsewhere_says_where_to_start(name, monkeypatch):
+    first = next(cell["source"] for cell in code_cells(name) if "from helpers" in cell["source"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="papermill --cwd"):
+        exec(first, {})
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -45,7 +45,7 @@ class Exclusions(Extra):
 
     def __post_init__(self):
         if self.uri:
-            object.__setattr__(self, "uri", storage.resolve(self.uri))
+            object.__setattr__(self, "uri", storage.resolve(str(self.uri)))
             object.__setattr__(self, "sha256", read_list(self.uri)[0])
 
     def hashes(self) -> np.ndarray:

@@ -20,6 +20,7 @@ def test_a_job_changes_the_list_by_name_and_keeps_its_order():
     assert choose(LISTED, {}) == LISTED
     assert choose(LISTED, {"meter": None, "watchdog": {"timeout": 60}}) == {"watchdog": Watchdog(timeout=60)}
     assert choose(LISTED, {"evaluate": {"every": 10}}) == LISTED  # of another notebook
+    assert choose(LISTED, {"watchdog": {"timeout": "6e1"}})["watchdog"] == Watchdog(timeout=60)  # as YAML has it
 
 
 @pytest.mark.parametrize(
