@@ -74,8 +74,8 @@ def answers() -> bool:
 def start_local_ray(num_cpus: int | None) -> None:
     """`ray.init` on this machine without Ray's messages; PRETRAIN_LOCAL_RAY=1 tells workers that they share it.
 
-    Raises ValueError if the path of the folder for temporary files is too long for sockets.
-    Raises TimeoutError on a machine so busy that Ray, which waits for half a minute, timed out `START_ATTEMPTS` times.
+    Raises ValueError if the path of the folder for temporary files is too long for sockets; TimeoutError on a machine
+    so busy that Ray, which waits for half a minute, timed out `START_ATTEMPTS` times.
     """
     num_cpus = num_cpus or max(4, os.cpu_count())
     # Ray warns when it has started four times as many workers as it may start at once, by default one per core.
@@ -91,7 +91,7 @@ def start_local_ray(num_cpus: int | None) -> None:
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     environment = worker_environment(PRETRAIN_LOCAL_RAY="1")
-    for attempt in range(1, START_ATTEMPTS + 1):
+    for _ in range(START_ATTEMPTS):
         try:
             with stderr_closed():
                 ray.init("local", num_cpus=num_cpus, runtime_env=environment, **quiet)
@@ -105,11 +105,11 @@ def start_local_ray(num_cpus: int | None) -> None:
             if "timed out during startup" not in str(error):
                 raise
             ray.shutdown()
-            if attempt == START_ATTEMPTS:
-                raise TimeoutError(
-                    f"Ray did not start in {START_ATTEMPTS} attempts, because this machine is too busy: end what else "
-                    "runs on it, then run this cell again."
-                ) from None
+    else:
+        raise TimeoutError(
+            f"Ray did not start in {START_ATTEMPTS} attempts, because this machine is too busy: end what else runs on "
+            "it, then run this cell again."
+        )
     # A Jupyter kernel is shut down by SIGTERM, on which Ray's handler would print a stack trace.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from . import storage
 from .storage import resolve
@@ -34,12 +34,6 @@ def least_and_most(workers: int | Sequence[int]) -> tuple[int, int]:
     return (workers, workers) if isinstance(workers, int) else tuple(workers)
 
 
-def check_order(pair: tuple[int, int]) -> tuple[int, int]:
-    if pair[0] > pair[1]:
-        raise ValueError("the least number is larger than the most")
-    return pair
-
-
 def check_run_name(name: str) -> str:
     """A run's name stands in paths, URIs, tables and pages: characters that mean something there are refused."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=,-]{0,99}", name):
@@ -49,8 +43,8 @@ def check_run_name(name: str) -> str:
     return name
 
 
-def read_path(value: Any) -> Any:
-    return str(value) if isinstance(value, os.PathLike) else value
+def sort_unique(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(sorted(set(values)))
 
 
 # ---- types of parameters that both classes have
@@ -63,11 +57,10 @@ Positive = Annotated[float, Field(gt=0)]
 Amount = Annotated[float, Field(ge=0)]
 Several = Annotated[tuple[T, ...], Field(strict=False)]  # a list or a tuple: papermill gives lists
 Shares = Annotated[dict[T, Positive], Field(min_length=1)]
-Text = Annotated[str, BeforeValidator(read_path)]
-Name = Annotated[Text, Field(min_length=1)]
-Location = Annotated[Text, AfterValidator(lambda uri: resolve(uri) if uri else "")]
+Name = Annotated[str, Field(min_length=1)]
+Location = Annotated[str, AfterValidator(lambda uri: resolve(uri) if uri else "")]
 Model = Annotated[Name, AfterValidator(resolve_model)]
-Pair = Annotated[tuple[Count, Count], Field(strict=False), AfterValidator(check_order)]
+Pair = Annotated[tuple[Count, Count], Field(strict=False), AfterValidator(lambda pair: tuple(sorted(pair)))]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Crop = Annotated[float, Field(gt=0, le=1)]
 Extras = dict[str, dict[str, Any] | None]
@@ -158,7 +151,7 @@ def readings(value: Any) -> Iterator[Any]:
     """What a value may stand for: a number for a text, a whole number, what a text says in Python or JSON."""
     if isinstance(value, float) and value.is_integer():
         yield int(value)
-    elif isinstance(value, int) and not isinstance(value, bool):
+    elif isinstance(value, int | os.PathLike) and not isinstance(value, bool):
         yield str(value)
     else:
         yield evaluate_texts(value)
@@ -292,12 +285,8 @@ def refuse_change(
         raise ValueError(f"{what} was begun with {name}={earlier!r}, not {value!r}: {remedy}.")
 
 
-def sort_unique(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(sorted(set(values)))
-
-
 Sorted = Annotated[Several[T], Field(min_length=1), AfterValidator(sort_unique)]
-Captions = Text | Several[Text] | None
+Captions = str | Several[str] | None
 Ratios = Sorted[Positive]
 EncoderPrecision = Literal["fp32", "fp16", "bf16"]
 Statistics = Literal["moments", "mean"]
@@ -319,7 +308,7 @@ class PreprocessingConfig(Parameters):
     input_format: InputFormat = fixes_rows(
         "auto", '"auto" (what is there), "parquet", "webdataset", "imagefolder", "arrow"'
     )
-    row_filter: Text = fixes_rows("", "expression on the columns; rows that fail it are left out")
+    row_filter: str = fixes_rows("", "expression on the columns; rows that fail it are left out")
     image_column: Name | None = fixes_latents(None, "column of images, their bytes or paths; None: what is there")
     caption_column: Captions = fixes_rows(None, "column of captions, or several; None: caption, text or txt")
     # `prepare.prepare_job` records `num_captions` instead.
@@ -423,7 +412,7 @@ class PreprocessingConfig(Parameters):
         return self.input_uri or self.raw_uri
 
 
-RunName = Annotated[Text, AfterValidator(check_run_name)]
+RunName = Annotated[str, AfterValidator(check_run_name)]
 Which = Literal["model", "ema"]
 SizeShares = Count | Shares[Count]
 Objective = Literal["v_prediction", "epsilon", "flow"]
@@ -441,7 +430,7 @@ class TrainingConfig(Parameters):
     """Latents -> a trained denoiser. `loop.train_loop_per_worker` takes it as it is."""
 
     # the data and the run
-    latents_uri: Text | Shares[Text] = free("", LATENTS_URI)
+    latents_uri: str | Shares[str] = free("", LATENTS_URI)
     run_name: RunName = fixes_run("run", "name of the run, kept in storage/runs; an existing run is resumed")
     init_from: Model | None = fixes_run(None, "first weights: of a run, checkpoint, pipeline, denoiser; None: random")
     init_weights: Which = fixes_run("model", 'weights of a run in init_from: "model" (the last), "ema" (averaged)')

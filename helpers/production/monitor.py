@@ -10,6 +10,7 @@ import contextlib
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,14 +52,6 @@ def poll_in_background(action: Callable[[], object], every: float) -> Iterator[N
     polling.result()
 
 
-@contextlib.contextmanager
-def raise_end(run_uri: str) -> Iterator[None]:
-    """`run_folder.raise_end`. If training fails otherwise, what Ray Train raises becomes a RuntimeError of one line."""
-    failed = "The same command resumes the run, which failed"
-    with run_folder.raise_end(run_uri), cluster.one_line_error(failed, ray.train.TrainingFailedError):
-        yield
-
-
 def print_if_finished(config: TrainingConfig, extras: dict[str, Extra] | None = None) -> bool:
     """Whether a run has done all its steps; if so, print when, and how to train anew.
 
@@ -79,17 +72,6 @@ def print_if_finished(config: TrainingConfig, extras: dict[str, Extra] | None = 
     return True
 
 
-class RunGuard:
-    """Takes the run's lease when it is first asked: a run that is refused leaves no folder."""
-
-    def __init__(self, config: TrainingConfig):
-        self.config = config
-
-    def check(self) -> None:
-        """Raises RuntimeError if another driver trains this run."""
-        hold(self.config).check()
-
-
 def hold(config: TrainingConfig) -> lease.Lease:
     return lease.hold(config.run_uri, f"run_name={config.run_name!r}")
 
@@ -99,7 +81,8 @@ def open_run(config: TrainingConfig) -> DataSets:
 
     Prints what the run will not use.
     """
-    data = start.open_run(config, training.ALL, RunGuard(config))
+    guard = types.SimpleNamespace(check=lambda: hold(config).check())  # a run that is refused leaves no folder
+    data = start.open_run(config, training.ALL, guard)
     for sentence in training.notes(config, data):
         print(sentence)
     return data
@@ -218,7 +201,8 @@ def monitor_run(config: TrainingConfig, extras: dict[str, Extra] | None = None, 
         stack.callback(poll)  # the last steps
         with (
             hold(config),
-            raise_end(config.run_uri),
+            run_folder.raise_end(config.run_uri),
+            cluster.one_line_error("The same command resumes the run, which failed", ray.train.TrainingFailedError),
             interruptible(),
             poll_in_background(poll, every),
         ):

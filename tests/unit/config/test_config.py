@@ -29,7 +29,7 @@ ONE = {
     "limit": [0, "all"],
     "seed": [-1, 1.5, 2**63, 10**30],
     "max_failures": [-2, 0.5],
-    "num_encoders": [0, [2, 1], [1, 2, 3], "(2, 1)"],
+    "num_encoders": [0, [1, 2, 3], "(0, 1)"],
     "gpus_per_encoder": [-1, NAN],
     "weight_decay": [-0.1, float("inf")],
     "validation_share": [1, -0.1, "1"],
