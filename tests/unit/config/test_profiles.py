@@ -1,6 +1,5 @@
 """The notebooks' parameters cells, the profiles that papermill reads (`-f`), the full run's table and command."""
 
-import ast
 import dataclasses
 import json
 import pathlib
@@ -16,7 +15,7 @@ from helpers import notebook as helpers_notebook
 from helpers import storage
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import prepare
-from helpers.lesson import estimates, full_run
+from helpers.lesson import full_run
 from helpers.model import denoisers
 from helpers.online.config import OnlineConfig
 from tests.pipelines import ONLINE, PREPROCESSING, TRAINING, defaults, profile_with_commits
@@ -128,20 +127,6 @@ def test_both_phases_are_encoded_alike_and_trained_as_one_run(recipe):
     assert two["init_from"] == one["run_name"]
 
 
-def test_todays_transformer_goes_with_the_profiles_encoders_and_shapes():
-    """What needs no weights; the rest is checked when the job starts."""
-    profile = full_run.read_profile("full-today-512")
-    denoiser, recipe = denoisers.load_denoiser_config(profile["unet_config"]), estimates.RECIPES["today"]
-    adapter = denoisers.ADAPTERS[denoiser["_class_name"]]
-    assert denoiser["in_channels"] == recipe.channels and adapter.caption_width(denoiser) == recipe.text.hidden_size
-    assert recipe.text_class.__name__ in adapter.text_encoders and denoisers.KL in adapter.vaes and adapter.shifts
-    assert adapter.masks_padding
-    raw = PreprocessingConfig.from_parameters(applied("full-today-512", PREPROCESSING))
-    shapes = dataclasses.replace(raw, size_multiple=8 * adapter.divisor(denoiser)).shapes
-    sides = [side for size in shapes.values() for shape in size for side in shape]
-    assert not [side for side in sides if side % (8 * adapter.divisor(denoiser))] and len(sides) == 20
-
-
 # ---- what the notebooks say of the full run
 
 
@@ -169,23 +154,6 @@ def test_the_command_is_the_profile_and_the_places_to_change(monkeypatch):
 
 
 # ---- what the notebooks run where
-
-
-@pytest.mark.parametrize("notebook", CONFIGS)
-def test_the_head_of_a_full_run_builds_no_unet(notebook):
-    """Cells hand functions that do to a GPU's machine, by `cluster.run_on_device`."""
-    builders = {"TrainStep", "build_denoiser", "build_model", "load_denoiser", "pipeline_of_run", "export_checkpoint"}
-    builders |= {"load_pipeline", "StableDiffusionPipeline"}
-
-    def called_here(node):
-        """The names that a cell calls itself, not in a function that it defines."""
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):
-            return set()
-        names = {name for child in ast.iter_child_nodes(node) for name in called_here(child)}
-        return names | (set(ast.unparse(node.func).split(".")) if isinstance(node, ast.Call) else set())
-
-    for source, tags in code(notebook):
-        assert "by-hand" in tags or not called_here(ast.parse(source)) & builders  # those use the tiny one
 
 
 def test_the_executed_notebook_is_kept_with_the_run(tmp_path, monkeypatch):

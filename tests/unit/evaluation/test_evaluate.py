@@ -129,13 +129,6 @@ def test_what_fails_is_noted_and_the_rest_is_found(build_run, capsys):
     assert "evaluation of step 10, cmmd failed: ValueError: 'broken' is no CLIP" in capsys.readouterr().out
 
 
-def test_without_prompts_captions_of_held_out_rows_are_drawn(build_run):
-    config = build_run()
-    assert evaluate_denoiser(config, prompts=None, clip_model=None).keys() & {"clip_score", "cmmd"} == set()
-    shown = json.loads(storage.read_text(f"{config.run_uri}/evaluation/000000010/prompts.json"))
-    assert shown == [f"caption {number}" for number in range(6)]
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_loss_is_the_same_by_the_trainers_and_by_a_task(tmp_path, build_run, strategy):
     """In bf16, whose errors would hide what a checkpoint is better by: within a hundredth of that to fp32."""

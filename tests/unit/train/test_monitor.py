@@ -144,15 +144,6 @@ def test_a_run_that_is_stopped_says_where_it_goes_on(step, sentence, tmp_path):
         raise KeyboardInterrupt
 
 
-def test_a_run_is_followed_from_another_terminal_until_it_ends(terminal, tmp_path):
-    config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=20)
-    storage.write_json(f"{config.run_uri}/config.json", {"parameters": config.to_dict()})
-    save_run(config, 20)
-    monitor.follow(config.run_uri, every=0.001)
-    (line,) = terminal()
-    assert line.startswith("run a: 20 of 20 steps in ") and line.endswith(", loss 0.250, 16 images/s")
-
-
 def test_a_time_left_is_shown_when_it_means_something(terminal, monkeypatch):
     now = iter([0.0, 1.0, 2.0, 20.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
