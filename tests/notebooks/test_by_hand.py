@@ -13,14 +13,6 @@ from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from helpers.lesson import captioned_shapes
 from tests import by_hand, pipelines
 
-
-def test_the_script_is_short_and_needs_nothing_of_helpers(tmp_path):
-    script, cells = by_hand.assemble(tmp_path), by_hand.cells()
-    assert sum(bool(line.strip()) for cell in cells for line in cell.splitlines()) <= 210
-    assert "import helpers" not in script and "from helpers" not in script
-    assert max(len(cell.splitlines()) for cell in cells) <= 30
-
-
 CRASHING = """
 by_hand = fit_by_hand({**settings, **crash}, name="by-hand-crash", max_failures=1)
 print(by_hand.metrics)

@@ -61,7 +61,7 @@ READ = {
 
 
 def run_ends(uri):
-    with monitor.raise_end(os.path.dirname(uri)):
+    with run_folder.raise_end(os.path.dirname(uri)):
         half(uri)
 
 
