@@ -7,10 +7,8 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
-import pyarrow as pa
 import torch
 
 from ..config import PreprocessingConfig
@@ -22,8 +20,6 @@ from . import captions, encoder, job, models
 
 MOMENTS = {"moments": 2, "mean": 1}
 MOST_TOKENS = 8192  # in a caption, if neither the tokenizer nor the text encoder names a limit
-# Parameters that may be left open until the input has been looked at.
-OPEN = {"input_format": "auto", "image_column": None, "caption_column": None, "id_column": None}
 Config = TypeVar("Config", bound=PreprocessingConfig)
 
 
@@ -34,8 +30,8 @@ def check_early(config: PreprocessingConfig) -> None:
     """
     begun = job.begun_with(config.latents_uri)
     fixed = derive(config, begun and begun["encoder"]).fixed("rows", "latents")
-    names = [name for name, value in fixed.items() if name not in OPEN or value != OPEN[name]]
-    job.check_begun(config.latents_uri, begun, fixed, names)
+    given = [name for name, value in fixed.items() if value not in (None, "auto")]  # others follow from the input
+    job.check_begun(config.latents_uri, begun, fixed, given)
 
 
 def prepare_job(
@@ -57,15 +53,8 @@ def prepare_job(
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
     rows_per_segment = rows_per_segment or job.ROWS_PER_SEGMENT * config.most_encoders
     parameters = describe_input(config, paths, listing, begun) | (recorded or {})
-    return job.Job(
-        config.latents_uri,
-        parameters,
-        describe_encoder(config),
-        plan=functools.partial(job.plan_segments, paths, config, rows_per_segment),
-        id_type=pa.type_for_alias(parameters["id_type"]),
-        max_failures=config.max_failures,
-        config=config,
-    )
+    plan = functools.partial(job.plan_segments, paths, config, rows_per_segment)
+    return job.Job(config, parameters, describe_encoder(config), plan)
 
 
 def derive(config: Config, earlier: dict[str, str] | None = None) -> Config:
@@ -217,23 +206,12 @@ def describe_encoder(config: PreprocessingConfig) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def naming_models(config: PreprocessingConfig) -> Iterator[None]:
-    """Context manager for code that reads models: its errors become a ValueError that names the models' parameters.
-
-    Unsupported is raised unchanged.
-    """
-    try:
-        yield
-    except models.Unsupported:
-        raise
-    except (OSError, ValueError) as error:
-        parameters = dict.fromkeys(config.model_parameter(part) for part in ("vae", "text_encoder"))
-        names = " or ".join(f"{name}={getattr(config, name)!r}" for name in parameters)
-        raise ValueError(
-            f"{names} holds no model in diffusers layout (vae/, text_encoder/, tokenizer/): give 'tiny-sd', a folder "
-            f"or a hub id. ({str(error).splitlines()[0]})"
-        ) from None
+def naming_models(config: PreprocessingConfig) -> contextlib.AbstractContextManager:
+    """`models.explained` for code that reads models: its errors name the models' parameters."""
+    parameters = dict.fromkeys(config.model_parameter(part) for part in ("vae", "text_encoder"))
+    names = " or ".join(f"{name}={getattr(config, name)!r}" for name in parameters)
+    layout = "holds no model in diffusers layout (vae/, text_encoder/, tokenizer/)"
+    return models.explained(f"{names} {layout}: give 'tiny-sd', a folder or a hub id.")
 
 
 @torch.inference_mode()

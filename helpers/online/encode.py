@@ -95,9 +95,16 @@ def transform_for_epoch(
     shapes = [sizes[column] for column in rows[SHAPE].to_pylist()]
     errors = pc.if_else(pa.array(is_used), rows[inputs.ERROR], PADS)
     raw = rows.set_column(rows.column_names.index(inputs.ERROR), inputs.ERROR, errors)
-    raw = schema.choose_captions(raw, numbers)
+    raw = choose_captions(raw, numbers)
     done = stages.transform(raw, config=config, crops=crops, shapes=shapes, **options)
     return done.append_column(UNIT, rows[UNIT]).append_column(KEEP, pa.array(is_used))
+
+
+def choose_captions(rows: pa.Table, numbers_B: np.ndarray) -> pa.Table:
+    """Raw rows with several captions -> raw rows with one each: that of number `numbers_B`, from 1."""
+    names = [schema.numbered(inputs.CAPTION, number) for number in schema.numbers(inputs.CAPTION, rows.column_names)]
+    chosen = pc.choose(pa.array(numbers_B - 1), *(schema.one_array(rows[name]) for name in names))
+    return rows.drop_columns(names).append_column(inputs.CAPTION, chosen)
 
 
 def augment_crop(row_id: int | str, epoch: int, config: OnlineConfig, seed: int) -> images.Crop:

@@ -12,9 +12,9 @@ import torch
 from .. import storage
 from ..config import TrainingConfig, first_difference
 from ..encode import encoder, prepare, stages
-from ..encode.job import Segment, segment_entry
+from ..encode.job import Segment, finished_manifest, segment_entry
 from ..latents import held_out
-from ..latents.manifest import Manifest, add_up, read_files, read_manifest, read_segments, write_manifest
+from ..latents.manifest import Manifest, add_up, read_files, write_manifest
 from ..raw import inputs
 from . import index
 from .config import OnlineConfig
@@ -38,7 +38,7 @@ def prepare_run(
         transform: `stages.transform`, or a partial of it, for the held-out rows.
     """
     uri, share = training.latents_uri, training.validation_share
-    earlier = read_if_there(uri)
+    earlier = finished_manifest(uri)
     config = prepare.derive(config, earlier and earlier.encoder)
     paths, listing = inputs.list_inputs(config)
     parameters, description = prepare.describe_input(config, paths, listing), prepare.describe_encoder(config)
@@ -59,20 +59,12 @@ def prepare_run(
         resolutions, id_type = list(config.resolutions), parameters["id_type"]
         manifest = Manifest.of([segment], **description, resolutions=resolutions, id_type=id_type, job=job)
         validation_uri = storage.join(uri, held_out.FOLDER)
-        if not is_same_data(read_if_there(uri), manifest):
+        if not is_same_data(finished_manifest(uri), manifest):
             storage.delete(validation_uri)
             write_manifest(uri, manifest, [segment])
-        if share and read_if_there(validation_uri) is None:
+        if share and finished_manifest(validation_uri) is None:
             write_validation(manifest, config, training, transform)
     return manifest, config
-
-
-def read_if_there(latents_uri: str) -> Manifest | None:
-    """The manifest of a folder; None if it has none, or one that is damaged and has to be written again."""
-    try:
-        return read_segments(latents_uri) and read_manifest(latents_uri)
-    except (FileNotFoundError, storage.DamagedFile):
-        return None
 
 
 def is_same_data(earlier: Manifest | None, manifest: Manifest) -> bool:

@@ -18,7 +18,7 @@ from PIL import Image
 from helpers import storage
 from helpers.config import PreprocessingConfig
 from helpers.encode import encoder
-from helpers.encode.captions import caption_ids, load_tokenizer, tokenize
+from helpers.encode.captions import caption_ids
 from helpers.latents.manifest import read_files, read_manifest, read_segments
 from helpers.lesson import captioned_shapes
 from helpers.raw import images
@@ -80,7 +80,6 @@ def test_stored_latents_are_what_the_encoder_gives(finished):
     table = pq.read_table(f"{config.latents_uri}/data")
     by_id = {row["hash"]: (row["jpg"], row["caption"]) for row in pq.read_table(config.raw_uri).to_pylist()}
     latent_encoder = encoder.LatentEncoder(config.encoder_model)
-    tokenizer = load_tokenizer("tiny-sd")
     for row in range(0, table.num_rows, 97):
         data, caption = by_id[table["id"][row].as_py()]
         assert table["caption"][row].as_py() == caption
@@ -93,7 +92,7 @@ def test_stored_latents_are_what_the_encoder_gives(finished):
             assert valid.all()
             np.testing.assert_allclose(stored.astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
         text, _ = manifest.embeddings.decode(table["caption_embeddings"].slice(row, 1))
-        expected = latent_encoder.encode_captions(tokenize([caption], tokenizer))[0]
+        expected = latent_encoder.encode_captions(caption_ids([caption], config))[0]
         np.testing.assert_allclose(text.astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
 
 

@@ -123,7 +123,7 @@ def captions(draw):
 @settings(max_examples=60, deadline=None)
 @given(captions(), st.data())
 def test_rows_of_any_length_come_back_bit_by_bit(made, data):
-    """From files, slices, chunks, in another order and with one of two captions chosen."""
+    """From files, slices, chunks and in another order."""
     values, num_tokens, valid = made
     spec = schema.ColumnSpec(schema.EMBEDDINGS, values.shape[1:], ragged=True)
     column, stream = spec.encode(values, valid, num_tokens), io.BytesIO()
@@ -135,10 +135,8 @@ def test_rows_of_any_length_come_back_bit_by_bit(made, data):
     stored = pq.ParquetFile(stream).read()["x"]
     order = np.array(data.draw(st.lists(st.integers(0, len(column) - 1), min_size=1, max_size=12)))
     chunks = pa.chunked_array([column.slice(0, cut), column.slice(cut)])
-    both = pa.table({schema.EMBEDDINGS: column, f"{schema.EMBEDDINGS}_2": pa.nulls(len(column), column.type)})
-    chosen = schema.choose_captions(both, np.ones(len(column), int))[schema.EMBEDDINGS]
     everything = np.arange(len(column))
-    taken = [(stored, everything), (chunks, everything), (read.take(chunks, order), order), (chosen, everything)]
+    taken = [(stored, everything), (chunks, everything), (read.take(chunks, order), order)]
     for found, places in [*taken, (column.slice(cut), everything[cut:])]:
         decoded, present = spec.decode(found)
         assert np.array_equal(present, valid[places])
