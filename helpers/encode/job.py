@@ -289,7 +289,7 @@ class Job:
         return len(left)
 
     def finish(self) -> Manifest:
-        """Write the manifest, which marks the job as finished."""
+        """Write the manifest, which marks the job as finished. Raises ValueError if no row can be used."""
         self.delete_uncommitted()
         entries = list(self.committed().values())
         manifest = Manifest.of(
@@ -299,8 +299,21 @@ class Job:
             id_type=self.parameters["id_type"],
             job=self.parameters,
         )
+        check_rows(manifest, self.config, f"delete {self.config.latents_uri} or give another latents_uri")
         write_manifest(self.config.latents_uri, manifest, entries)
         return manifest
+
+
+def check_rows(manifest: Manifest, config: PreprocessingConfig, remedy: str) -> None:
+    """Raises ValueError with the reasons if no row can be used. `remedy`: what to do after they are mended."""
+    if not manifest.written:
+        reasons = [f"{count:,} rejected: {reason}" for reason, count in manifest.rejected.items()]
+        if manifest.filtered:
+            reasons.append(f"{manifest.filtered:,} left out by row_filter={config.row_filter!r}")
+        raise ValueError(
+            f"No row of input_uri={config.data_uri!r} can be used, of {manifest.read:,} that were read "
+            f"({'; '.join(reasons)}): change what these reasons name, then {remedy}."
+        )
 
 
 def read_entry(uri: str) -> dict | None:

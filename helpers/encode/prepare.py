@@ -53,6 +53,7 @@ def prepare_job(
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
     rows_per_segment = rows_per_segment or job.ROWS_PER_SEGMENT * config.most_encoders
     parameters = describe_input(config, paths, listing, begun) | (recorded or {})
+    parameters["input_written_crc32"] = input_version(config, listing, begun)
     plan = functools.partial(job.plan_segments, paths, config, rows_per_segment)
     return job.Job(config, parameters, describe_encoder(config), plan)
 
@@ -107,6 +108,23 @@ def describe_input(
         "input_crc32": inputs.checksum(listing),
         "id_type": begun["id_type"] if begun else str(inputs.id_type_of(inputs.reached(paths, config), config)),
     }
+
+
+def input_version(config: PreprocessingConfig, listing: dict[str, int], begun: dict[str, Any] | None) -> int | None:
+    """A checksum of the times at which the input's files were written: that with which the job began, if it has one.
+
+    Prints a sentence if files of the same sizes have been written since, because rows that are encoded stay.
+    """
+    written = inputs.modified(listing, config)
+    now = inputs.checksum(written)
+    before = begun.get("input_written_crc32") if begun else now
+    if before not in (None, now):
+        print(
+            f"Files of input_uri={config.data_uri!r} were written again after this job began (the newest is "
+            f"{max(written, key=written.get)}), and rows that are encoded stay as they are. To encode them again, "
+            f"give another latents_uri, or delete {config.latents_uri}."
+        )
+    return before
 
 
 # ---- the encoder

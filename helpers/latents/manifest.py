@@ -31,6 +31,7 @@ MANIFEST, FILES = "manifest.json", "files.json"
 MADE_AGAIN = (
     "run the notebook that encoded this data again with the same parameters: it writes the file, and encodes nothing"
 )
+VARYING = ("input_uri", "input_written_crc32", "online", "raw_row_bytes")
 MEND = "restore the file from a copy, or encode the data again into another latents_uri"
 WORK = ("seconds", "encoding_seconds", "transform_seconds", "encode_seconds", "write_seconds", "bytes")
 
@@ -173,8 +174,8 @@ class Manifest:
 
     @property
     def made_with(self) -> dict:
-        """`job` without entries that may differ for the same data: `input_uri`, `online`, `raw_row_bytes`."""
-        return {name: value for name, value in self.job.items() if name not in ("input_uri", "online", "raw_row_bytes")}
+        """`job` without entries that may differ for the same data (`VARYING`)."""
+        return {name: value for name, value in self.job.items() if name not in VARYING}
 
     @property
     def row_bytes(self) -> int:

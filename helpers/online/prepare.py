@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import zlib
 from collections.abc import Callable
 
 import pyarrow as pa
@@ -12,9 +14,9 @@ import torch
 from .. import storage
 from ..config import TrainingConfig, first_difference
 from ..encode import encoder, prepare, stages
-from ..encode.job import Segment, finished_manifest, segment_entry
+from ..encode.job import Segment, check_rows, finished_manifest, segment_entry
 from ..latents import held_out
-from ..latents.manifest import Manifest, add_up, read_files, write_manifest
+from ..latents.manifest import Manifest, add_up, read_files, read_segments, write_manifest
 from ..raw import inputs
 from . import index
 from .config import OnlineConfig
@@ -45,9 +47,15 @@ def prepare_run(
     with guard or contextlib.nullcontext():
         key, reports = index.build_index(storage.join(uri, INDEX), paths, listing, config, share)
         segment = segment_of(key, reports)
-        if segment["read"] == 0:
-            raise ValueError(f"The input holds no rows ({len(paths)} files): give other data.")
-        row_bytes, largest = sum(listing.values()) / segment["read"], max(report["largest"] for report in reports)
+        if earlier and (kept := keep_index(read_segments(uri)[0], reports)):
+            if kept["files"] != segment["files"]:
+                print(
+                    f"Files of input_uri={config.data_uri!r} were written again, with the ids and captions of before: "
+                    f"index and held-out images stay. If images have changed, delete {uri} and start again."
+                )
+            segment = kept
+        row_bytes = sum(listing.values()) / max(1, segment["read"])
+        largest = max(report["largest"] for report in reports)
         pixel_bytes = max(3 * width * height for shapes in config.shapes.values() for width, height in shapes)
         job = {
             **parameters,
@@ -58,6 +66,7 @@ def prepare_run(
         }
         resolutions, id_type = list(config.resolutions), parameters["id_type"]
         manifest = Manifest.of([segment], **description, resolutions=resolutions, id_type=id_type, job=job)
+        check_rows(manifest, config, "start again")
         validation_uri = storage.join(uri, held_out.FOLDER)
         if not is_same_data(finished_manifest(uri), manifest):
             storage.delete(validation_uri)
@@ -90,8 +99,17 @@ def segment_of(key: str, reports: list[dict]) -> dict:
     counts = {name: sum(report[name] for report in reports) for name in ("read", "filtered")}
     buckets, rejected = (add_up(report[name] for report in reports) for name in ("rows", "rejected"))
     counts |= {"written": sum(buckets.values()), "rejected": rejected, "buckets": buckets}
+    counts["rows_crc32"] = zlib.crc32(json.dumps([report["rows_crc32"] for report in reports]).encode())
     unreadable = [report["name"] for report in reports if report.get("unreadable")]
     return {"index": 0, "files": files, "rejects": [], "unreadable": unreadable, **counts}
+
+
+def keep_index(before: dict, reports: list[dict]) -> dict | None:
+    """The segment entry `before`, if raw files have been written again with the rows of before: a run then goes on."""
+    if before["files"]:
+        key = before["files"][0]["name"].partition("/")[0]
+        same = segment_of(key, reports)
+        return before if all(same[name] == value for name, value in before.items()) else None
 
 
 def write_validation(
