@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .. import storage
 from ..config import PreprocessingConfig
 from ..latents import schema
 from ..latents.manifest import encode_embedding
@@ -26,12 +27,21 @@ Config = TypeVar("Config", bound=PreprocessingConfig)
 def check_early(config: PreprocessingConfig) -> None:
     """Raises ValueError for models as `derive` does, and for a parameter that differs from what a job began with.
 
-    Reads neither data nor weights.
+    Also for a new job whose `latents_uri` cannot be written. Reads neither data nor weights.
     """
     begun = job.begun_with(config.latents_uri)
     fixed = derive(config, begun and begun["encoder"]).fixed("rows", "latents")
     given = [name for name, value in fixed.items() if value not in (None, "auto")]  # others follow from the input
     job.check_begun(config.latents_uri, begun, fixed, given)
+    if begun is None:
+        probe = storage.join(config.latents_uri, job.SEGMENTS, "probe")
+        try:
+            storage.write_text(probe, "")
+            storage.delete(probe)
+        except OSError as error:
+            raise ValueError(
+                f"latents_uri={config.latents_uri!r} cannot be written: give another storage or latents_uri. ({error})"
+            ) from None
 
 
 def prepare_job(

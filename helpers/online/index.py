@@ -59,7 +59,7 @@ def build_index(
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
     uri = storage.join(index_uri, key)
     with contextlib.suppress(FileNotFoundError, storage.DamagedFile):  # made again from the files of the index
-        return key, storage.read_json(storage.join(uri, REPORT))
+        return key, storage.read_json(storage.join(uri, REPORT))["files"]
     limits = dict.fromkeys(paths, -1)
     if config.limit is not None:
         limits = {path: taken or 0 for path, taken, _ in inputs.rows_to_read(paths, config)}
@@ -73,7 +73,7 @@ def build_index(
         done = map(index_row, files)
     reports = {row["path"]: json.loads(row["report"]) for row in done}
     reports = [reports[path] for path in limits]  # tasks end in any order
-    storage.write_text(storage.join(uri, REPORT), json.dumps(reports))
+    storage.write_json(storage.join(uri, REPORT), {"files": reports})
     return key, reports
 
 
