@@ -31,9 +31,9 @@ MANIFEST, FILES = "manifest.json", "files.json"
 MADE_AGAIN = (
     "run the notebook that encoded this data again with the same parameters: it writes the file, and encodes nothing"
 )
-VARYING = ("input_uri", "input_written_crc32", "online", "raw_row_bytes")
 MEND = "restore the file from a copy, or encode the data again into another latents_uri"
 WORK = ("seconds", "encoding_seconds", "transform_seconds", "encode_seconds", "write_seconds", "bytes")
+VARYING = ("input_uri", "input_written_crc32", "online", "raw_row_bytes")  # entries of `job`
 
 
 @dataclasses.dataclass(frozen=True)

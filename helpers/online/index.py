@@ -6,8 +6,8 @@ image is assumed to reach all sizes.
 
 Each raw file gets a small Parquet file under `{index}/{key}/`. It lists the rows that are used, sorted by bucket
 (`manifest.Manifest`) and position, and split into row groups: those of a Parquet file, or 64 consecutive rows in other
-formats. The epoch plan shuffles these row groups. The key is a hash of the input files (names, sizes, times of the last
-change) and of all parameters that affect the index.
+formats. The epoch plan shuffles these row groups. The key is a hash of the input files and of all parameters that
+affect the index, then "-" and a checksum of the times at which the files were written.
 
 Later, an image is decoded only if its row is used. The other images of its Parquet row group are read too, because a
 row group can only be read whole.
@@ -54,9 +54,10 @@ def build_index(
     the rows of each of its "row_groups" in the index; and for each bucket, in order, the number of row groups
     ("buckets") and of rows ("rows").
     """
-    made_of = {**config.fixed("rows"), "validation_share": validation_share, "version": 2}
-    made_of |= {"listing": sorted(listing.items()), "written": sorted(inputs.modified(listing, config).items())}
-    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
+    made_of = {**config.fixed("rows"), "validation_share": validation_share}
+    made_of |= {"listing": sorted(listing.items()), "version": 1}
+    written = inputs.checksum(inputs.modified(listing, config))
+    key = f"{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}-{written:08x}"
     uri = storage.join(index_uri, key)
     with contextlib.suppress(FileNotFoundError, storage.DamagedFile):  # made again from the files of the index
         return key, storage.read_json(storage.join(uri, REPORT))["files"]

@@ -47,14 +47,9 @@ def prepare_run(
     parameters, description = prepare.describe_input(config, paths, listing), prepare.describe_encoder(config)
     with guard or contextlib.nullcontext():
         key, reports = index.build_index(storage.join(uri, INDEX), paths, listing, config, share)
+        if earlier:
+            key = keep_index(read_segments(uri)[0], key, reports)
         segment = segment_of(key, reports)
-        if earlier and (kept := keep_index(read_segments(uri)[0], reports)):
-            if kept["files"] != segment["files"]:
-                print(
-                    f"Files of input_uri={config.data_uri!r} were written again, with the ids and captions of before: "
-                    f"index and held-out images stay. If images have changed, delete {uri} and start again."
-                )
-            segment = kept
         row_bytes = sum(listing.values()) / max(1, segment["read"])
         largest = max(report["largest"] for report in reports)
         pixel_bytes = max(3 * width * height for shapes in config.shapes.values() for width, height in shapes)
@@ -105,12 +100,21 @@ def segment_of(key: str, reports: list[dict]) -> dict:
     return {"index": 0, "files": files, "rejects": [], "unreadable": unreadable, **counts}
 
 
-def keep_index(before: dict, reports: list[dict]) -> dict | None:
-    """The segment entry `before`, if raw files have been written again with the rows of before: a run then goes on."""
-    if before["files"]:
-        key = before["files"][0]["name"].partition("/")[0]
-        same = segment_of(key, reports)
-        return before if all(same[name] == value for name, value in before.items()) else None
+def keep_index(before: dict, key: str, reports: list[dict]) -> str:
+    """The key of the index that the segment entry `before` lists, if the rows are the same; else `key`.
+
+    So a run goes on where its raw files have been copied anew. If their rows have changed, it does not.
+    """
+    earlier = before["files"][0]["name"].partition("/")[0] if before["files"] else key
+    same = segment_of(earlier, reports)
+    if earlier.partition("-")[0] != key.partition("-")[0] or any(same[name] != before[name] for name in before):
+        return key
+    if earlier != key:
+        print(
+            "Raw files were written again, with the ids and captions of before: index and held-out images stay. If "
+            "images have changed, give another storage."
+        )
+    return earlier
 
 
 def write_validation(

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import io
 import os
 import re
 import signal
@@ -13,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
-from PIL import Image
 
 from helpers import storage
 from helpers.config import PreprocessingConfig
@@ -27,12 +25,6 @@ from tests.models import CHANNELS, WIDTH, tiny_model
 from tests.pipelines import build_pipeline, encode, prepare_job
 
 ROWS = 600
-
-
-def picture(size):
-    data = io.BytesIO()
-    Image.new("RGB", size, (200, 30, 60)).save(data, "PNG")
-    return data.getvalue()
 
 
 @pytest.fixture
@@ -113,15 +105,6 @@ def test_other_parameters_into_the_same_folder_are_refused(finished):
         encode(dataclasses.replace(config, resolutions=[64]))
 
 
-def test_an_image_has_pixels_of_each_resolution_that_it_reaches():
-    def reason(data):
-        pixels, text, _ = images.make_pixels(data, shapes=PreprocessingConfig().shapes)
-        return text or sorted(width for width, _ in pixels)
-
-    assert reason(picture((40, 300))) == [32] and reason(picture((300, 64))) == [32, 64]
-    assert reason(picture((8, 300))) == "smaller than 32 pixels"
-
-
 def test_an_interrupted_cell_leaves_no_actors_and_no_files(cluster, tmp_path):
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
     captioned_shapes.write_data_set(config.raw_uri, 2500, rows_per_file=500)
@@ -143,8 +126,6 @@ def test_an_interrupted_cell_leaves_no_actors_and_no_files(cluster, tmp_path):
         ("input_uri='/no/such/folder'", {"input_uri": "/no/such/folder"}),
         ("image_column='png'", {"image_column": "png"}),
         ("compares values of different types", {"row_filter": "width > 'a'"}),
-        ("multiples of 8", {"resolutions": [60]}),
-        ("encoder_model='/no/such'", {"encoder_model": "/no/such"}),
     ],
 )
 def test_wrong_input_is_one_sentence(finished, tmp_path, sentence, change):
