@@ -24,13 +24,12 @@ import pyarrow as pa
 import ray
 
 from .. import cluster, storage
-from ..config import PreprocessingConfig, least_and_most, refuse_change
+from ..config import PreprocessingConfig, refuse_change
 from ..latents.manifest import SCHEMA_VERSION, Manifest, add_up, read_manifest, read_segments, write_manifest
 from ..notebook import with_interrupt_hint
 from ..raw import inputs
 
 ROWS_PER_SEGMENT = 200_000  # per encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
-ENCODER_CPUS = 0.5  # of an encoder in the notebooks
 STOPPED = "Stopped: {:,} of {:,} rows are encoded and kept. Running this cell again encodes the others."
 SEGMENTS, JOB = "segments", "job.json"  # the folder of an unfinished job's entries, and the job's description in it
 # Entries of a report of `stages.write_latents`, by how they are added up.
@@ -218,7 +217,6 @@ class Job:
             if manifest := finished_manifest(self.config.latents_uri):
                 print(f"Nothing to do: all {manifest.read:,} rows are encoded at {self.config.latents_uri}")
                 return manifest
-            check_room(self.config)
             self.segments = self.known_segments() or self.segments  # another driver may have worked on it since
             self.save()
             self.delete_uncommitted()
@@ -304,24 +302,6 @@ class Job:
         check_rows(manifest, self.config, f"delete {self.config.latents_uri} or give another latents_uri")
         write_manifest(self.config.latents_uri, manifest, entries)
         return manifest
-
-
-def check_room(config: PreprocessingConfig, trainers: int = 0) -> None:
-    """Raises ValueError if this machine has no CPU left to read with, or too few GPUs: all would wait without end.
-
-    A cluster is not checked, because nodes may join it. `trainers`: of an online run.
-    """
-    if not (ray.is_initialized() and cluster.is_local_ray()):
-        return
-    encoders, has = least_and_most(config.num_encoders)[0], ray.cluster_resources()
-    wanted = {"CPU": ENCODER_CPUS * encoders + trainers + 1, "GPU": config.gpus_per_encoder * encoders}
-    for kind, number in wanted.items():
-        if number > has.get(kind, 0):
-            beside = f" beside {trainers} trainers" if trainers else ""
-            raise ValueError(
-                f"num_encoders={config.num_encoders}{beside} need {number:g} {kind}s, one CPU to read with included, "
-                f"and Ray has {has.get(kind, 0):g} here: set it lower, or join a larger cluster by ray_address."
-            )
 
 
 def check_rows(manifest: Manifest, config: PreprocessingConfig, remedy: str) -> None:

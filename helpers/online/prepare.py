@@ -14,7 +14,7 @@ import torch
 from .. import storage
 from ..config import TrainingConfig, first_difference
 from ..encode import encoder, prepare, stages
-from ..encode.job import Segment, check_room, check_rows, finished_manifest, segment_entry
+from ..encode.job import Segment, check_rows, finished_manifest, segment_entry
 from ..latents import held_out
 from ..latents.manifest import Manifest, add_up, read_files, read_segments, write_manifest
 from ..raw import inputs
@@ -39,7 +39,6 @@ def prepare_run(
         guard: entered while the folder is written (`production.lease.hold`).
         transform: `stages.transform`, or a partial of it, for the held-out rows.
     """
-    check_room(config, min(training.worker_counts))
     uri, share = training.latents_uri, training.validation_share
     earlier = finished_manifest(uri)
     config = prepare.derive(config, earlier and earlier.encoder)

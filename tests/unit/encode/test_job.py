@@ -1,6 +1,5 @@
 """A segment that fails: restarted where something was lost, and only there. No Ray."""
 
-import contextlib
 import errno
 import json
 import os
@@ -20,7 +19,7 @@ from ray.exceptions import (
 from helpers import storage
 from helpers.config import PreprocessingConfig
 from helpers.encode import prepare
-from helpers.encode.job import Job, Segment, check_room, finished_manifest
+from helpers.encode.job import Job, Segment, finished_manifest
 from helpers.lesson import captioned_shapes
 
 ROWS, MODELS = 10, {"model": "tiny-sd", "text_encoder_model": "tiny-sd"}
@@ -160,25 +159,6 @@ def test_a_file_written_again_with_its_size_is_said(tmp_path, capsys):
     job.save()
     prepare.prepare_job(config)
     assert "written again" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("changes", "trainers", "sentence"),
-    [
-        ({"num_encoders": 6}, 0, None),
-        ({"num_encoders": (2, 9)}, 2, None),
-        ({"num_encoders": 7}, 0, "num_encoders=7 need 4.5 CPUs"),
-        ({"num_encoders": 2}, 3, "num_encoders=2 beside 3 trainers need 5 CPUs"),
-        ({"num_encoders": 2, "gpus_per_encoder": 1}, 0, "num_encoders=2 need 2 GPUs"),
-    ],
-)
-def test_encoders_that_leave_no_cpu_to_read_with_are_refused(monkeypatch, changes, trainers, sentence):
-    """On one machine with four CPUs and one GPU: the job would wait without end."""
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": 1.0})
-    monkeypatch.setattr("helpers.cluster.is_local_ray", lambda: True)
-    with pytest.raises(ValueError, match=sentence) if sentence else contextlib.nullcontext():
-        check_room(PreprocessingConfig(**changes), trainers)
 
 
 def test_a_storage_that_cannot_be_written_is_refused_first(tmp_path, monkeypatch):
