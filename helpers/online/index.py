@@ -60,7 +60,7 @@ def build_index(
     key = f"{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}-{written:08x}"
     uri = storage.join(index_uri, key)
     with contextlib.suppress(FileNotFoundError, storage.DamagedFile):  # made again from the files of the index
-        return key, storage.read_json(storage.join(uri, REPORT))["files"]
+        return key, storage.read_json(storage.join(uri, REPORT))
     limits = dict.fromkeys(paths, -1)
     if config.limit is not None:
         limits = {path: taken or 0 for path, taken, _ in inputs.rows_to_read(paths, config)}
@@ -74,7 +74,7 @@ def build_index(
         done = map(index_row, files)
     reports = {row["path"]: json.loads(row["report"]) for row in done}
     reports = [reports[path] for path in limits]  # tasks end in any order
-    storage.write_json(storage.join(uri, REPORT), {"files": reports})
+    storage.write_text(storage.join(uri, REPORT), json.dumps(reports))
     return key, reports
 
 
@@ -91,7 +91,7 @@ def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share:
         return read_report(read_index(target))
     reader, filtered = inputs.reader(config), filters.filter_columns(config.row_filter)
     columns = inputs.stored([config.id_column, *config.caption_columns, *filtered, *inputs.size_columns(config)])
-    report = {"name": name, "read": 0, "filtered": 0, "rejected": {}, "largest": 0, "rows_crc32": 0}
+    report = {"name": name, "read": 0, "filtered": 0, "rejected": {}, "largest": 0}
     used, rejects = [], []
     try:
         if GROUP in reader.location:
@@ -110,7 +110,7 @@ def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share:
         rows = rows.filter(pa.array(kept))
         buckets, reasons, ids, captions = assess(rows, config, validation_share)
         texts = json.dumps([ids.to_pylist(), captions], default=str)
-        report["rows_crc32"] = zlib.crc32(texts.encode(), report["rows_crc32"])
+        report["rows_crc32"] = zlib.crc32(texts.encode(), report.get("rows_crc32", 0))
         is_good = pc.equal(reasons, "")
         sources = inputs.source_names(rows[inputs.PATH], config)
         found = pa.table([ids, reasons, sources], [schema.ID, schema.REASON, schema.SOURCE])

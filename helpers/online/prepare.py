@@ -94,7 +94,7 @@ def segment_of(key: str, reports: list[dict]) -> dict:
     counts = {name: sum(report[name] for report in reports) for name in ("read", "filtered")}
     buckets, rejected = (add_up(report[name] for report in reports) for name in ("rows", "rejected"))
     counts |= {"written": sum(buckets.values()), "rejected": rejected, "buckets": buckets}
-    counts["rows_crc32"] = zlib.crc32(json.dumps([report["rows_crc32"] for report in reports]).encode())
+    counts["rows_crc32"] = zlib.crc32(json.dumps([report.get("rows_crc32") for report in reports]).encode())
     unreadable = [report["name"] for report in reports if report.get("unreadable")]
     return {"index": 0, "files": files, "rejects": [], "unreadable": unreadable, **counts}
 
