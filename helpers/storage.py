@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -28,6 +29,8 @@ PAUSES = (1, 5, 25)  # seconds before `retry` tries again
 REMEDY = "delete it, and start the same command again"  # for a damaged file
 CHECKSUM = "crc32"  # the key of a JSON file's checksum, its last entry
 LOCAL = fs.LocalFileSystem()
+# Of a name that is made from a user's text. Disks take 255 bytes and stores 1,024, endings and folders included.
+MOST_NAME_BYTES, MOST_PATH_BYTES = 200, 500
 MOST_COPIED = 5 * 2**30  # bytes of an object that S3 copies by one request
 
 
@@ -177,6 +180,14 @@ def join(uri: str | os.PathLike, *parts: str) -> str:
 def name(uri: str | os.PathLike) -> str:
     """The last part of a path or URI."""
     return str(uri).rstrip("/").rsplit("/", 1)[-1]
+
+
+def short_name(text: str) -> str:
+    """A name for a file that is made from a user's text, such as a path: the text, or its hash if it is too long."""
+    longest = max(len(part.encode()) for part in text.split("/"))
+    if longest <= MOST_NAME_BYTES and len(text.encode()) <= MOST_PATH_BYTES:
+        return text
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _info(uri: str | os.PathLike) -> fs.FileInfo:

@@ -39,6 +39,7 @@ SHAPE = {  # of manifest.json
 }
 FILES_SHAPE = [{"files": [{"name": str, "row_groups": [int], "buckets": dict}]}]  # of files.json
 WORK = ("seconds", "encoding_seconds", "transform_seconds", "encode_seconds", "write_seconds", "bytes")
+VARYING = ("input_uri", "input_written_crc32", "online", "raw_row_bytes")  # entries of `job`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +177,8 @@ class Manifest:
 
     @property
     def made_with(self) -> dict:
-        """`job` without entries that may differ for the same data: `input_uri`, `online`, `raw_row_bytes`."""
-        return {name: value for name, value in self.job.items() if name not in ("input_uri", "online", "raw_row_bytes")}
+        """`job` without entries that may differ for the same data (`VARYING`)."""
+        return {name: value for name, value in self.job.items() if name not in VARYING}
 
     @property
     def row_bytes(self) -> int:

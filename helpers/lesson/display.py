@@ -21,7 +21,7 @@ from PIL import Image
 from .. import sample, storage
 from ..config import PreprocessingConfig, TrainingConfig, check_names
 from ..encode import stages
-from ..encode.captions import count_tokens, load_tokenizer
+from ..encode.captions import load_tokenizer
 from ..latents import held_out, schema
 from ..latents.manifest import DataSets, Manifest, read_manifest
 from ..latents.parquet import read_parquet
@@ -92,7 +92,8 @@ def dataset_stats(
     rows = inputs.to_raw_rows(random_rows(config, num_rows, seed), config)
     captions = [caption or "" for caption in rows[inputs.CAPTION].to_pylist()]
     sizes = [picture_size(data) or (None, None) for data in rows[inputs.IMAGE].to_pylist()]
-    tokens = count_tokens(captions, load_tokenizer(config.model_of("text_encoder")))
+    tokenizer = load_tokenizer(config.model_of("text_encoder"))
+    tokens = [len(ids) for ids in tokenizer(captions, truncation=False, verbose=False)["input_ids"]]
     frame = pd.DataFrame(sizes, columns=["width", "height"], dtype=float)
     frame.insert(0, "tokens", tokens)
     shown = good_rows(rows, config, 12)

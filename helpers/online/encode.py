@@ -101,6 +101,13 @@ def transform_for_epoch(
     return done.append_column(UNIT, rows[UNIT]).append_column(KEEP, pa.array(is_used))
 
 
+def choose_captions(rows: pa.Table, numbers_B: np.ndarray) -> pa.Table:
+    """Raw rows with several captions -> raw rows with one each: that of number `numbers_B`, from 1."""
+    names = [schema.numbered(inputs.CAPTION, number) for number in schema.numbers(inputs.CAPTION, rows.column_names)]
+    chosen = pc.choose(pa.array(numbers_B - 1), *(schema.one_array(rows[name]) for name in names))
+    return rows.drop_columns(names).append_column(inputs.CAPTION, chosen)
+
+
 def augment_crop(row_id: int | str, epoch: int, config: OnlineConfig, seed: int) -> images.Crop:
     """The function that crops a row's image in one epoch. The crop depends only on the seed, the epoch and the id.
 

@@ -138,6 +138,18 @@ def checksum(listing: dict[str, int]) -> int:
     return zlib.crc32(json.dumps(sorted(listing.items())).encode())
 
 
+def modified(listing: dict[str, int], config: PreprocessingConfig) -> dict[str, int]:
+    """{path below the input's folder: when the file was last changed, in ns} of the files of `list_inputs`.
+
+    A file that was written again with the same size differs in this alone.
+    """
+    filesystem, folder = storage.open_filesystem(base_folder(config.data_uri))
+    paths = {f"{folder.rstrip('/')}/{name}": name for name in listing}
+    is_store = not isinstance(filesystem, fs.LocalFileSystem) and len(paths) > 1  # listed by few requests
+    found = filesystem.get_file_info(fs.FileSelector(folder, recursive=True) if is_store else list(paths))
+    return {paths[item.path]: item.mtime_ns for item in found if item.path in paths}
+
+
 def name_of(path: str, config: PreprocessingConfig) -> str:
     """An input file's path below the input's folder; the name of a file that lies elsewhere."""
     folder = base_folder(config.data_uri).rstrip("/") + "/"

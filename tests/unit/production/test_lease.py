@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from helpers import storage
+from helpers.config import PreprocessingConfig
 from helpers.encode.job import Job, Segment
 from helpers.production import lease
 
@@ -109,7 +110,8 @@ def test_on_an_object_store_its_clock_decides_and_the_last_writer_has_it(store):
 
 def test_a_job_that_another_driver_took_over_deletes_nothing(folder):
     description = {"encoder": {"model": "tiny-sd", "text_encoder_model": "tiny-sd"}, "columns": []}
-    job = Job(folder, {"resolutions": [32]}, description, plan=lambda: [Segment(0, ["a"], 1)], id_type=None)
+    config = PreprocessingConfig(latents_uri=str(folder))
+    job = Job(config, {"resolutions": [32]}, description, plan=lambda: [Segment(0, ["a"], 1)])
     job.save()
     written = pathlib.Path(folder, "data", "000000-0123456789ab.parquet")  # of a segment that the other one does
     written.parent.mkdir()
