@@ -224,8 +224,7 @@ def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa
             tables += [inputs.with_path(table, path) for table in sample_file(path, config, num_each, random)]
     rows = detect.join_alike(tables)
     rows = rows.take(random.permutation(len(rows))[:num_rows])
-    expression = filters.parse_filter(config.row_filter)
-    kept = rows if expression is None else rows.filter(expression.to_pyarrow())
+    kept = rows.filter(pa.array(filters.kept_rows(rows, config.row_filter)))
     if len(kept) == 0 and len(rows):
         print(f"row_filter={config.row_filter!r} leaves none of {len(rows):,} random rows: they are shown without it.")
         return rows
