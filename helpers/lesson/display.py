@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import html
-import io
 import os
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -138,14 +136,10 @@ def preview(config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str,
 
 
 def picture_size(data: bytes | None) -> tuple[int, int] | None:
-    """(width, height) from the header of encoded bytes, before EXIF orientation; None if they are not an image."""
-    if not data:
-        return None
+    """(width, height) from the header of encoded bytes, upright; None if they are not an image."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return Image.open(io.BytesIO(data), formats=images.FORMATS).size
-    except Exception:  # Pillow's parsers raise exceptions of many types; `images.decode` gives the reason
+        return images.upright_size(images.open_image(data))
+    except images.BadImage:
         return None
 
 
@@ -224,8 +218,7 @@ def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa
             tables += [inputs.with_path(table, path) for table in sample_file(path, config, num_each, random)]
     rows = detect.join_alike(tables)
     rows = rows.take(random.permutation(len(rows))[:num_rows])
-    expression = filters.parse_filter(config.row_filter)
-    kept = rows if expression is None else rows.filter(expression.to_pyarrow())
+    kept = rows.filter(pa.array(filters.kept_rows(rows, config.row_filter)))
     if len(kept) == 0 and len(rows):
         print(f"row_filter={config.row_filter!r} leaves none of {len(rows):,} random rows: they are shown without it.")
         return rows

@@ -288,9 +288,6 @@ def read_rows(segment: Any, config: PreprocessingConfig) -> ray.data.Dataset:
     rows = rows.map_batches(read, batch_size=1, batch_format="pyarrow", **RETRIES)
     if segment.limit is not None:
         rows = rows.limit(segment.limit)
-    expression = filters.parse_filter(config.row_filter)
-    if expression is not None:
-        rows = rows.filter(expr=expression, **RETRIES)
     convert = functools.partial(convert_block, config=config, id_type=id_type_of(segment.paths, config))
     # Whole blocks, because Ray Data does not fuse a map with another batch size into the read.
     return rows.map_batches(convert, batch_size=None, batch_format="pyarrow", **RETRIES)
@@ -330,7 +327,11 @@ def with_path(table: pa.Table, path: str, first_row: int = 0) -> pa.Table:
 def convert_block(
     block: pa.Table, *, config: PreprocessingConfig, id_type: pa.DataType | None = None
 ) -> Iterator[pa.Table]:
-    """`to_raw_rows` of a block, some rows at a time, because images given as paths may be too many to hold."""
+    """`to_raw_rows` of the rows of a block that `row_filter` keeps.
+
+    Some rows at a time, because images given as paths may be too many to hold.
+    """
+    block = block.filter(pa.array(filters.kept_rows(block, config.row_filter)))
     for start in range(0, len(block), ROWS_PER_CONVERSION):
         yield to_raw_rows(block.slice(start, ROWS_PER_CONVERSION), config, id_type)
     release_memory()

@@ -97,13 +97,13 @@ def in_this_process(monkeypatch):
 @pytest.fixture
 def decoded(monkeypatch):
     """The bytes of each picture that is decoded, here in this process."""
-    found, decode = [], images.decode
+    found, load = [], images.load
 
     def run_here(function, calls, seconds):
         return [function(*call) for call in calls]
 
     monkeypatch.setattr(isolated, "run_apart", run_here)
-    monkeypatch.setattr(images, "decode", lambda data, *rest: found.append(data) or decode(data, *rest))
+    monkeypatch.setattr(images, "load", lambda one, data, *rest: found.append(data) or load(one, data, *rest))
     return found
 
 
