@@ -1,4 +1,4 @@
-"""The Ray cluster of a notebook: connect, run on a GPU, drain a node; which errors are worth another attempt."""
+"""The Ray cluster of a notebook: connect, run on a GPU; which errors are worth another attempt."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import re
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,9 +18,6 @@ from typing import Any
 import ray
 import ray.data
 import ray.exceptions
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from . import storage
 
 # Variables of stores and of the model hub that workers get. None is a secret: Ray shows and logs what they get.
 FORWARDED = (
@@ -80,7 +74,8 @@ def answers() -> bool:
 def start_local_ray(num_cpus: int | None) -> None:
     """`ray.init` on this machine without Ray's messages; PRETRAIN_LOCAL_RAY=1 tells workers that they share it.
 
-    Raises TimeoutError on a machine so busy that Ray, which waits for half a minute, timed out `START_ATTEMPTS` times.
+    Raises ValueError if the path of the folder for temporary files is too long for sockets; TimeoutError on a machine
+    so busy that Ray, which waits for half a minute, timed out `START_ATTEMPTS` times.
     """
     num_cpus = num_cpus or max(4, os.cpu_count())
     # Ray warns when it has started four times as many workers as it may start at once, by default one per core.
@@ -96,20 +91,25 @@ def start_local_ray(num_cpus: int | None) -> None:
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     environment = worker_environment(PRETRAIN_LOCAL_RAY="1")
-    for attempt in range(1, START_ATTEMPTS + 1):
+    for _ in range(START_ATTEMPTS):
         try:
             with stderr_closed():
                 ray.init("local", num_cpus=num_cpus, runtime_env=environment, **quiet)
             break
         except Exception as error:  # Ray has no narrower class for it
+            if "AF_UNIX" in str(error):
+                raise ValueError(
+                    "Ray's sockets need a shorter path than RAY_TMPDIR or TMPDIR allows: set RAY_TMPDIR to a short "
+                    f"folder, such as /tmp, and start again. ({error})"
+                ) from None
             if "timed out during startup" not in str(error):
                 raise
             ray.shutdown()
-            if attempt == START_ATTEMPTS:
-                raise TimeoutError(
-                    f"Ray did not start in {START_ATTEMPTS} attempts, because this machine is too busy: end what else "
-                    "runs on it, then run this cell again."
-                ) from None
+    else:
+        raise TimeoutError(
+            f"Ray did not start in {START_ATTEMPTS} attempts, because this machine is too busy: end what else runs on "
+            "it, then run this cell again."
+        )
     # A Jupyter kernel is shut down by SIGTERM, on which Ray's handler would print a stack trace.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -144,30 +144,6 @@ def stderr_closed() -> Iterator[None]:
         os.close(nowhere)
 
 
-def check_shared(uri: str, parameter: str = "storage") -> None:
-    """Raises ValueError, naming the `parameter`, if some node does not see what this process writes to `uri`."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    if len(nodes) < 2:
-        return
-    token = storage.join(uri, f".shared-{uuid.uuid4().hex}")
-    storage.write_text(token, "")
-    exists = ray.remote(num_cpus=0)(storage.exists)
-    try:
-        seen = {}
-        for node in nodes:
-            on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            seen[node["NodeManagerAddress"]] = exists.options(scheduling_strategy=on_node).remote(token)
-        for address, answer in seen.items():
-            with contextlib.suppress(ray.exceptions.TaskUnschedulableError):  # the node left after it was listed
-                if not ray.get(answer):
-                    raise ValueError(
-                        f"{parameter}={uri!r} is not shared: the node {address} does not see what is written there. "
-                        "Give a folder that all nodes mount, or a URI such as s3://bucket/folder."
-                    )
-    finally:
-        storage.delete(token)
-
-
 def is_local_ray() -> bool:
     """Whether this process started Ray on this machine (`start_local_ray`): no other nodes will join."""
     return "PRETRAIN_LOCAL_RAY" in ray.get_runtime_context().runtime_env.get("env_vars", {})
@@ -185,32 +161,6 @@ def run_on_device(
         return function(*arguments, **options)
     on_gpu = ray.remote(num_gpus=1, max_calls=1, accelerator_type=accelerator_type)
     return ray.get(on_gpu(function).remote(*arguments, **options))
-
-
-def drain_node(reason: str, node_id: str) -> None:
-    """Tell Ray that a node will go: nothing is placed there any more, and Ray Train's workers there save a checkpoint.
-
-    Ray on that node ends as soon as nothing runs there. `node_id`: in hex. Raises RuntimeError if Ray refuses.
-    """
-    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
-    command += ["--reason-message", reason, "--node-id", node_id]
-    command += ["--address", ray.get_runtime_context().gcs_address]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"Ray did not drain the node {node_id}: {(done.stderr or done.stdout).strip()[-500:]}")
-
-
-STORED = ("raw", "scratch", "latents", "online", "runs", "lost")  # how the names of the notebooks' folders begin
-
-
-def free_disk(storage_uri: str) -> int:
-    """Delete all that the notebooks store under `storage`: raw samples, latents, runs. Returns the bytes freed."""
-    freed = 0
-    for uri in storage.list_folders(storage_uri):
-        if storage.name(uri).startswith(STORED):
-            freed += sum(storage.sizes(uri).values())
-            storage.delete(uri)
-    return freed
 
 
 # What Ray raises when a node, an actor or a worker is lost, or an object or task because of that.

@@ -7,17 +7,18 @@ Building a config reads no storage.
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from . import storage
 from .storage import resolve
@@ -33,45 +34,36 @@ def least_and_most(workers: int | Sequence[int]) -> tuple[int, int]:
     return (workers, workers) if isinstance(workers, int) else tuple(workers)
 
 
-def check_order(pair: tuple[int, int]) -> tuple[int, int]:
-    if pair[0] > pair[1]:
-        raise ValueError("the least number is larger than the most")
-    return pair
+def check_run_name(name: str) -> str:
+    """A run's name stands in paths, URIs, tables and pages: characters that mean something there are refused."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=,-]{0,99}", name):
+        raise ValueError(
+            "a run's name is up to 100 ASCII letters, digits and . _ - + = , that begin with a letter or digit"
+        )
+    return name
 
 
-def read_path(value: Any) -> Any:
-    return str(value) if isinstance(value, os.PathLike) else value
+def sort_unique(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(sorted(set(values)))
 
 
 # ---- types of parameters that both classes have
 
-
-def must_be(text: str, **limits: Any) -> Any:
-    """`limits` of a value, and the text that completes the sentence "NAME=VALUE must be ..."."""
-    return Field(description=text, **limits)
-
-
 T = TypeVar("T")
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**63)]
+Limit = Annotated[int, Field(ge=-1)]
+Positive = Annotated[float, Field(gt=0)]
+Amount = Annotated[float, Field(ge=0)]
 Several = Annotated[tuple[T, ...], Field(strict=False)]  # a list or a tuple: papermill gives lists
-Positive = Annotated[float, must_be("a number of more than 0", gt=0)]
 Shares = Annotated[dict[T, Positive], Field(min_length=1)]
-Text = Annotated[str, must_be("a text"), BeforeValidator(read_path)]
-OptionalText = Annotated[Annotated[Text, Field(min_length=1)] | None, must_be("a text, or None")]
-Location = Annotated[Text, AfterValidator(lambda uri: resolve(uri) if uri else "")]
-Model = Annotated[Text, AfterValidator(resolve_model)]
-Switch = Annotated[bool, must_be("True or False")]
-Count = Annotated[int, must_be("a whole number of at least 1", ge=1)]
-OptionalCount = Annotated[Count | None, must_be("a whole number of at least 1, or None")]
-CountOrZero = Annotated[int, must_be("a whole number of at least 0", ge=0)]
-Limit = Annotated[int, must_be("a whole number of at least 0, or -1 for no limit", ge=-1)]
-Pair = Annotated[tuple[Count, Count], Field(strict=False), AfterValidator(check_order)]
-Workers = Annotated[Count | Pair, must_be("a whole number of at least 1, or a pair (least, most) of them")]
-Amount = Annotated[float, must_be("a number of at least 0", ge=0)]
-Share = Annotated[float, must_be("a share: at least 0, less than 1", ge=0, lt=1)]
-Extras = Annotated[
-    dict[str, dict[str, Any] | None],
-    must_be("a mapping of extras to their arguments, or to None, such as {'meter': None}"),
-]
+Name = Annotated[str, Field(min_length=1)]
+Location = Annotated[str, AfterValidator(lambda uri: resolve(uri) if uri else "")]
+Model = Annotated[Name, AfterValidator(resolve_model)]
+Pair = Annotated[tuple[Count, Count], Field(strict=False), AfterValidator(lambda pair: tuple(sorted(pair)))]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Crop = Annotated[float, Field(gt=0, le=1)]
+Extras = dict[str, dict[str, Any] | None]
 
 
 # ---- fields: what a parameter fixes, which must then be the same when a job or a run is resumed
@@ -94,10 +86,8 @@ def derived(default: Any, *, fixes: str) -> Any:
     return dataclasses.field(default=default, metadata={"derived": True, "fixes": fixes})
 
 
-NUMBER = re.compile(r"\s*[-+]?[\d.]+(e[-+]?\d+)?\s*")  # YAML reads 3e-3 as a text
 LATENTS_URI = "encoded data; empty: storage/latents"
 PARAMETERS_PAGE = "helpers/docs/PARAMETERS.md, which lists all parameters and what replaced earlier ones"
-COMMIT = "REPLACE_WITH_COMMIT"  # in profiles: the commit of a model of the hub that is not known here
 # What may be given to a notebook: `checked` adds the fields of each class.
 NAMES = {"ray_address", "sections", "own_pictures", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
 NAMES |= {"other_pipeline", "other_prompts", "clip_model", "online_run_name"}  # of the lesson's other notebooks
@@ -105,17 +95,16 @@ NAMES |= {"other_pipeline", "other_prompts", "clip_model", "online_run_name"}  #
 
 def checked(cls: type) -> type:
     """`cls` as a frozen dataclass with checked fields. Pydantic's first finding becomes one plain ValueError."""
-    # strict: True is no 1 and "1e-3" no number; an int may stand for a float.
+    # strict: True is no 1; an int may stand for a float. `read_as_typed` takes what papermill gives.
     options = pydantic.ConfigDict(strict=True, extra="forbid", validate_default=True, allow_inf_nan=False)
     cls = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=options)(cls)
     validate = cls.__init__
 
     def __init__(self, **values: Any) -> None:
-        check_commits(values)
         try:
             validate(self, **values)
         except pydantic.ValidationError as error:
-            raise ValueError(describe_error(cls, error.errors()[0], values)) from None
+            raise ValueError(describe_error(error.errors(), values)) from None
 
     cls.__init__ = __init__
     NAMES.update(names_of(cls))
@@ -127,26 +116,58 @@ def names_of(cls: type) -> list[str]:
     return [field.name for field in dataclasses.fields(cls) if "derived" not in field.metadata]
 
 
-def check_commits(values: dict[str, Any]) -> None:
-    """Raises ValueError for a model whose commit a profile leaves open."""
-    for name, value in values.items():
-        if isinstance(value, str) and value.endswith(COMMIT):
-            raise ValueError(
-                f"{name}={value!r} names no commit yet: put one from the model's history on the hub in the place of "
-                f"{COMMIT}."
-            )
+def describe_error(errors: list[dict], values: dict[str, Any]) -> str:
+    """One sentence for pydantic's errors about the first wrong value."""
+    if not errors[0]["loc"]:  # from `__post_init__`, which checks what concerns several fields
+        return str(errors[0]["ctx"]["error"])
+    name = errors[0]["loc"][0]
+    if errors[0]["type"] == "unexpected_keyword_argument":
+        return f"{name}={values[name]!r} is not a parameter: see {PARAMETERS_PAGE}."
+    return f"{name}={values[name]!r} cannot be used: {describe_reasons(errors, name)}."
 
 
-def describe_error(cls: type, error: dict, values: dict) -> str:
-    if not error["loc"]:  # from `__post_init__`, which checks what concerns several fields
-        return str(error["ctx"]["error"])
-    name = error["loc"][0]
-    if error["type"] == "unexpected_keyword_argument":
-        return f"{name}={values[name]!r} is not a parameter of {cls.__name__}: see {PARAMETERS_PAGE}."
-    if error["type"] == "literal_error":
-        return f"{name}={values[name]!r} is unknown: choose one of {error['ctx']['expected']}."
-    quoted = ", without quotes" if isinstance(values[name], str) and NUMBER.fullmatch(values[name]) else ""
-    return f"{name}={values[name]!r} must be {cls.__pydantic_fields__[name].description}{quoted}."
+def describe_reasons(errors: list[dict], name: str) -> str:
+    """What pydantic says of one value; of a union, all that may be given."""
+    reasons = [error["msg"].removeprefix("Value error, ") for error in errors if error["loc"][0] == name]
+    text = ", or ".join(dict.fromkeys(reason[0].lower() + reason[1:] for reason in reasons))
+    return text.replace("valid string", 'valid string ("papermill -r" passes a text as it is)')
+
+
+def read_as_typed(value: Any, validate: Callable[[Any], T]) -> T:
+    """`validate(value)`, or of what the value stands for, if papermill or YAML gave it in another type.
+
+    Both read 1e-4 and (1, 2) as texts, 2024 as a number, and 1e3 as no whole number.
+    """
+    try:
+        return validate(value)
+    except pydantic.ValidationError:
+        for reading in readings(value):
+            with contextlib.suppress(pydantic.ValidationError):
+                return validate(reading)
+        raise
+
+
+def readings(value: Any) -> Iterator[Any]:
+    """What a value may stand for: a number for a text, a whole number, what a text says in Python or JSON."""
+    if isinstance(value, float) and value.is_integer():
+        yield int(value)
+    elif isinstance(value, int | os.PathLike) and not isinstance(value, bool):
+        yield str(value)
+    else:
+        yield evaluate_texts(value)
+
+
+def evaluate_texts(value: Any) -> Any:
+    """A text as the number, list or other value that it says, also inside of lists and mappings."""
+    if isinstance(value, list | tuple):
+        return [evaluate_texts(one) for one in value]
+    if isinstance(value, dict):
+        return {evaluate_texts(key): evaluate_texts(one) for key, one in value.items()}
+    for text in [value, value.title()] if isinstance(value, str) else []:  # true, none
+        with contextlib.suppress(ValueError, SyntaxError):
+            read = ast.literal_eval(text.strip())
+            return list(read) if isinstance(read, tuple) else read
+    return value
 
 
 def check_names(cells: Sequence[str]) -> None:
@@ -193,14 +214,27 @@ class Parameters:
     max_failures: Limit = free(3, "restarts after lost workers, or of a failed segment; -1: no limit")
     extras: Extras = free({}, 'changes of the list of extras: {"watchdog": {"timeout": 60}, "evaluate": None}')
 
+    @pydantic.field_validator("*", mode="wrap")
     @classmethod
-    def from_parameters(cls, namespace: dict[str, Any]) -> Self:
+    def read_as_typed(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
+        return read_as_typed(value, validate)
+
+    @classmethod
+    def from_parameters(cls, namespace: dict[str, Any], **changes: Any) -> Self:
         """The config of a notebook's variables (`globals()`) that have the names of parameters.
 
+        A variable of another type, such as the text "1e-4", becomes what the config has. `changes`: other values.
         Raises ValueError for a name in a parameters cell that no notebook has as a parameter.
         """
         check_names(namespace.get("In", ()))
-        return cls(**{name: namespace[name] for name in names_of(cls) if name in namespace})
+        given = {name: namespace[name] for name in names_of(cls) if name in namespace}
+        config = cls(**{**given, **changes})
+        for name, value in given.items():
+            read = getattr(config, name)
+            plain = list(read) if isinstance(read, tuple) else read
+            if plain != value and plain in readings(value):
+                namespace[name] = read
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -251,21 +285,12 @@ def refuse_change(
         raise ValueError(f"{what} was begun with {name}={earlier!r}, not {value!r}: {remedy}.")
 
 
-def sort_unique(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(sorted(set(values)))
-
-
 Sorted = Annotated[Several[T], Field(min_length=1), AfterValidator(sort_unique)]
-Sizes = Annotated[Sorted[Annotated[int, Field(ge=8)]], must_be("a list of sizes of at least 8 pixels, such as [64]")]
-Ratios = Annotated[Sorted[Positive], must_be("a list of numbers of more than 0 (width / height), such as [0.5, 1, 2]")]
-Captions = Annotated[Text | Several[Text] | None, must_be("a column, a list of several, or None")]
-OptionalModel = Annotated[Annotated[Model, Field(min_length=1)] | None, must_be("a model, or None")]
-Crop = Annotated[float, must_be("a share of the shorter side: more than 0, at most 1 (the centre square)", gt=0, le=1)]
-InputFormat = Literal["auto", "parquet", "webdataset", "imagefolder", "arrow"]
-TextCleaning = Literal["none", "ftfy"]
+Captions = str | Several[str] | None
+Ratios = Sorted[Positive]
 EncoderPrecision = Literal["fp32", "fp16", "bf16"]
 Statistics = Literal["moments", "mean"]
-Gpus = Annotated[float, must_be("0 (CPU), a share of a GPU, or more", ge=0)]
+InputFormat = Literal["auto", "parquet", "webdataset", "imagefolder", "arrow"]
 
 
 def pool_size(num_encoders: int | Sequence[int]) -> dict[str, int]:
@@ -283,23 +308,23 @@ class PreprocessingConfig(Parameters):
     input_format: InputFormat = fixes_rows(
         "auto", '"auto" (what is there), "parquet", "webdataset", "imagefolder", "arrow"'
     )
-    row_filter: Text = fixes_rows("", "expression on the columns; rows that fail it are left out")
-    image_column: OptionalText = fixes_latents(None, "column of images, their bytes or paths; None: what is there")
+    row_filter: str = fixes_rows("", "expression on the columns; rows that fail it are left out")
+    image_column: Name | None = fixes_latents(None, "column of images, their bytes or paths; None: what is there")
     caption_column: Captions = fixes_rows(None, "column of captions, or several; None: caption, text or txt")
     # `prepare.prepare_job` records `num_captions` instead.
     max_captions: Count = free(1, "maximum number of captions of a row, if caption_column holds lists or lines")
-    id_column: OptionalText = fixes_rows(None, "column of ids; None: hash, key, __key__, id or the row number")
-    limit: OptionalCount = fixes_rows(None, "maximum number of rows to read; None: all")
+    id_column: Name | None = fixes_rows(None, "column of ids; None: hash, key, __key__, id or the row number")
+    limit: Count | None = fixes_rows(None, "maximum number of rows to read; None: all")
     # the transform
-    resolutions: Sizes = fixes_rows((32, 64), "pixels; all sizes are encoded in one pass")
+    resolutions: Sorted[Annotated[int, Field(ge=8)]] = fixes_rows((32, 64), "pixels; all sizes are encoded in one pass")
     aspect_ratios: Ratios = fixes_rows((1.0,), "width / height; images get the nearest: [0.5, 0.75, 1, 1.33, 2]")
     # The encoder. It fixes the latents too: `prepare.describe_encoder` records it.
     encoder_model: Model = free("tiny-sd", '"tiny-sd" (in helpers), a folder, or a hub id "name@commit"')
-    vae_model: OptionalModel = free(None, "model with another VAE; None: encoder_model")
-    text_encoder_model: OptionalModel = free(None, "model with another text encoder; None: encoder_model")
+    vae_model: Model | None = free(None, "model with another VAE; None: encoder_model")
+    text_encoder_model: Model | None = free(None, "model with another text encoder; None: encoder_model")
     # Captions are encoded for it: `maximum_tokens` follows it by default.
     unet_config: Model = free("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
-    maximum_tokens: OptionalCount = fixes_latents(None, "maximum tokens of a caption, without padding; None: padded")
+    maximum_tokens: Count | None = fixes_latents(None, "maximum tokens of a caption, without padding; None: padded")
     encoder_precision: EncoderPrecision = free("fp32", 'precision of the encoders: "fp32", "fp16", "bf16"')
     encoder_batch_size: Count = free(32, "images per batch of an encoder")
     # the output
@@ -307,12 +332,12 @@ class PreprocessingConfig(Parameters):
     latents_uri: Location = free("", LATENTS_URI)
     # the machines
     num_transform_workers: Count = free(1, "parallel CPU tasks that decode and resize")
-    num_encoders: Workers = free(1, "encoder actors; (least, most): as many as there is work and room for")
-    gpus_per_encoder: Gpus = free(0, "GPUs per encoder; 0: encode on CPUs; 0.5: two encoders share a GPU")
-    encoder_accelerator_type: OptionalText = free(None, 'kind of the encoders\' GPUs, such as "A10G"; None: any')
+    num_encoders: Count | Pair = free(1, "encoder actors; (least, most): as many as there is work and room for")
+    gpus_per_encoder: Amount = free(0, "GPUs per encoder; 0: encode on CPUs; 0.5: two encoders share a GPU")
+    encoder_accelerator_type: Name | None = free(None, 'kind of the encoders\' GPUs, such as "A10G"; None: any')
     # Derived by `prepare.derive`: sides of shapes other than squares are multiples of `size_multiple` pixels.
     size_multiple: Count = derived(16, fixes="rows")
-    text_cleaning: TextCleaning = derived("none", fixes="latents")
+    text_cleaning: Literal["none", "ftfy"] = derived("none", fixes="latents")
 
     def __post_init__(self) -> None:
         self.set_derived(latents_uri=self.latents_uri or storage.join(self.storage, "latents"))
@@ -387,31 +412,16 @@ class PreprocessingConfig(Parameters):
         return self.input_uri or self.raw_uri
 
 
-def read_size(key: Any) -> Any:
-    """JSON has text keys: "64" -> 64."""
-    return int(key) if isinstance(key, str) and key.isdigit() else key
-
-
-Mixture = Annotated[Text | Shares[Text], must_be("a folder, a URI, or a mapping of several to proportions above 0")]
-Size = Annotated[Count, BeforeValidator(read_size)]
-SizeShares = Annotated[
-    Count | Shares[Size], must_be("a size in pixels, or a mapping of sizes to shares, such as {256: 0.25, 512: 0.75}")
-]
-# Ray Train takes ASCII alone: from "!" to "~", here without slashes, and not of dots alone.
-PLAIN = r"^\.*[!-\-0-\[\]-~][!-.0-\[\]-~]*$"
-RunName = Annotated[Text, must_be("a plain ASCII folder name without slashes or spaces", pattern=PLAIN)]
-Weights = Annotated[
-    Annotated[Model, Field(min_length=1)] | None,
-    must_be("a run, the folder or hub id of a checkpoint, pipeline or denoiser, or None"),
-]
-CaptionShares = Annotated[Several[Positive] | None, must_be("a list of numbers above 0 that add up to 1, or None")]
-Gamma = Annotated[Positive | Literal["auto"] | None, must_be("a number of more than 0, None for no weights, or 'auto'")]
-Objective = Literal["v_prediction", "epsilon", "flow"]
+RunName = Annotated[str, AfterValidator(check_run_name)]
 Which = Literal["model", "ema"]
-Timesteps = Literal["auto", "uniform", "importance", "logit_normal"]
+SizeShares = Count | Shares[Count]
+Objective = Literal["v_prediction", "epsilon", "flow"]
+CaptionShares = Several[Positive] | None
+Gamma = Positive | Literal["auto"] | None
 Schedule = Literal["cosine", "constant"]
 Strategy = Literal["ddp", "fsdp", "fsdp-full", "hsdp"]
 Precision = Literal["fp32", "bf16"]
+Timesteps = Literal["auto", "uniform", "importance", "logit_normal"]
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient"]
 
 
@@ -420,15 +430,15 @@ class TrainingConfig(Parameters):
     """Latents -> a trained denoiser. `loop.train_loop_per_worker` takes it as it is."""
 
     # the data and the run
-    latents_uri: Mixture = free("", LATENTS_URI)
+    latents_uri: str | Shares[str] = free("", LATENTS_URI)
     run_name: RunName = fixes_run("run", "name of the run, kept in storage/runs; an existing run is resumed")
-    init_from: Weights = fixes_run(None, "first weights: of a run, checkpoint, pipeline, denoiser; None: random")
+    init_from: Model | None = fixes_run(None, "first weights: of a run, checkpoint, pipeline, denoiser; None: random")
     init_weights: Which = fixes_run("model", 'weights of a run in init_from: "model" (the last), "ema" (averaged)')
     # the model and its objective
     unet_config: Model = fixes_run("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
     resolution: SizeShares = fixes_run(64, "pixels, of those encoded; or several with shares of steps: {32: 1, 64: 3}")
     prediction_type: Objective = fixes_run("v_prediction", 'training target: "v_prediction", "epsilon" (noise), "flow"')
-    zero_terminal_snr: Switch = fixes_run(False, 'whether the last timestep is noise alone; needs "v_prediction"')
+    zero_terminal_snr: bool = fixes_run(False, 'whether the last timestep is noise alone; needs "v_prediction"')
     caption_shares: CaptionShares = fixes_run(None, "shares of a row's captions, in their order; None: equal shares")
     caption_dropout: Share = fixes_run(0.1, "share of captions replaced by the empty one, for classifier-free guidance")
     # "auto" stands for the value in `follow_objective`, which the run's config.json holds in its place.
@@ -441,8 +451,8 @@ class TrainingConfig(Parameters):
     ema_decay: Share = fixes_run(0.995, "decay of the averaged weights (EMA); 0.9999 for runs of 100,000 steps")
     # the recipe
     global_batch_size: Count = fixes_run(64, "rows of one optimizer step, over all workers")
-    micro_batch_size: OptionalCount = free(None, "rows of one forward pass; None: a whole unit")
-    units_per_step: OptionalCount = fixes_run(None, "units per global batch; None: the maximum number of workers")
+    micro_batch_size: Count | None = free(None, "rows of one forward pass; None: a whole unit")
+    units_per_step: Count | None = fixes_run(None, "units per global batch; None: the maximum number of workers")
     max_steps: Count = fixes_run(1000, "optimizer steps")
     learning_rate: Positive = fixes_run(3e-3, "peak learning rate of AdamW")
     warmup_steps: CountOrZero = fixes_run(60, "steps over which the learning rate rises to its peak")
@@ -451,22 +461,20 @@ class TrainingConfig(Parameters):
     weight_decay: Amount = fixes_run(0.01, "weight decay of AdamW")
     seed: CountOrZero = fixes_run(0, "seed of weights, data order, noise and timesteps")
     # the machines
-    num_training_workers: Workers = free(1, "training processes, a GPU each with use_gpu; (least, most): elastic")
-    use_gpu: Switch = free(False, "whether to train and generate images on GPUs")
-    training_accelerator_type: OptionalText = free(None, 'kind of the trainers\' GPUs, such as "A100"; None: any')
+    num_training_workers: Count | Pair = free(1, "training processes, a GPU each with use_gpu; (least, most): elastic")
+    use_gpu: bool = free(False, "whether to train and generate images on GPUs")
+    training_accelerator_type: Name | None = free(None, 'kind of the trainers\' GPUs, such as "A100"; None: any')
     strategy: Strategy = free("ddp", 'data parallelism: "ddp"; sharded: "fsdp", "fsdp-full", "hsdp"')
-    compile_unet: Switch = free(False, "torch.compile of the denoiser's blocks")
+    compile_unet: bool = free(False, "torch.compile of the denoiser's blocks")
     precision: Precision = fixes_run("fp32", 'precision of matrix products: "fp32", "bf16"; with fsdp of norms too')
     attention: AttentionKernel = free("auto", 'attention kernel on a GPU: "auto", "cudnn", "flash", "efficient"')
-    deterministic: Switch = free(False, "same bits in every run on GPUs of one kind; slow")
-    activation_checkpointing: Switch = free(False, "activations computed again in the backward pass, to save memory")
+    deterministic: bool = free(False, "same bits in every run on GPUs of one kind; slow")
+    activation_checkpointing: bool = free(False, "activations computed again in the backward pass, to save memory")
     # safety
     checkpoint_every: Count = free(250, "steps between checkpoints")
     checkpoints_kept: Count = free(2, "number of newest checkpoints kept, besides the best one")
 
     def __post_init__(self) -> None:
-        for arguments in self.extras.values():
-            check_commits(arguments or {})
         units = self.units_per_step or self.most_workers
         self.set_derived(latents_uri=self.resolve_latents(), units_per_step=units)
         self.follow_objective()

@@ -1,18 +1,17 @@
-"""What a notebook needs around a job: its sections, its progress, interrupts, its executed copy."""
+"""What a notebook needs around a job: its progress, interrupts, its executed copy."""
 
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import contextlib
+import datetime
 import html
 import os
-import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from IPython import get_ipython
 from IPython.display import display
@@ -46,27 +45,6 @@ def with_interrupt_hint(describe: Callable[[], str]) -> Iterator[None]:
         raise KeyboardInterrupt(describe()) from None
 
 
-@contextlib.contextmanager
-def poll_in_background(action: Callable[[], object], every: float) -> Iterator[None]:
-    """While the block runs, call `action()` in a thread every `every` seconds, until it returns True.
-
-    An exception in `action` is raised when the block ends.
-    """
-    stop = threading.Event()
-
-    def poll():
-        while not stop.wait(every) and not action():
-            pass
-
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        polling = pool.submit(poll)
-        try:
-            yield
-        finally:
-            stop.set()
-    polling.result()
-
-
 def keep_executed_notebook(folder_uri: str) -> None:
     """Copy the executed notebook, papermill's output, into a folder, such as a run's, when this kernel ends.
 
@@ -94,7 +72,6 @@ class Progress:
         self.label, self.unit, self.seconds_between_lines = label, unit, seconds_between_lines
         self.started = time.monotonic()
         self.first = None  # (time, done) of the first call: a resumed job does not start at 0
-        self.picture_handle = None
         self.last = None  # (time, done) of the last line on the terminal
         self.terminal, self.handle = batch_terminal(), None
 
@@ -105,10 +82,10 @@ class Progress:
     def __call__(self, done: int, total: int, text: str = "") -> None:
         now = time.monotonic()
         self.first = self.first or (now, done)
-        line = f"{self.label}: {done:,} of {total:,} {self.unit} in {format_seconds(now - self.started)}"
+        line = f"{self.label}: {done:,} of {total:,} {self.unit} in {duration(now - self.started)}"
         if self.first[1] < done < total and now - self.first[0] >= SECONDS_TO_ESTIMATE:
             seconds_left = (now - self.first[0]) / (done - self.first[1]) * (total - done)
-            line += f", {format_seconds(seconds_left)} left"
+            line += f", {duration(seconds_left)} left"
         if text:
             line += f", {text}"
         self.show(line, done, total)
@@ -127,17 +104,6 @@ class Progress:
             self.handle = display(bundle, raw=True, display_id=True)
         else:
             self.handle.update(bundle, raw=True)
-
-    def picture(self, png: bytes, described: str) -> None:
-        """Show a picture below the line, in place of the one before it. `described`: its alternative text."""
-        if get_ipython() is None:
-            return
-        bundle = {"image/png": png, "text/plain": described}
-        shown = dict(metadata={"image/png": {"alt": described}}, raw=True)
-        if self.picture_handle is None:
-            self.picture_handle = display(bundle, display_id=True, **shown)
-        else:
-            self.picture_handle.update(bundle, **shown)
 
     def message(self, text: str) -> None:
         """Print a message that stays: in the notebook, and on the terminal of a batch run."""
@@ -168,38 +134,6 @@ def batch_terminal() -> int | None:
         return None
 
 
-def format_seconds(seconds: float) -> str:
-    """A duration in its two largest units: "42 s", "3 min 05 s", "2 h 10 min"."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours:,} h {minutes:02d} min"
-    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
-
-
-chosen_sections: list[str] = []
-
-
-def choose_sections(sections: Sequence[str], known: Sequence[str]) -> None:
-    """From now on, leave out cells that begin with `# section: NAME` of a section that is not chosen.
-
-    Raises ValueError if `sections` names one that the notebook does not have.
-    """
-    choices = ", ".join(map(repr, known))
-    if not isinstance(sections, (list, tuple)):
-        raise ValueError(f"sections={sections!r} must be a list of {choices}, or [] for what a job needs.")
-    for section in sections:
-        if section not in known:
-            raise ValueError(f"sections={section!r} is unknown: choose one of {choices}.")
-    chosen_sections[:] = sections
-    shell = get_ipython()
-    if shell is not None and only_chosen not in shell.input_transformers_cleanup:
-        shell.input_transformers_cleanup.append(only_chosen)
-
-
-def only_chosen(lines: list[str]) -> list[str]:
-    """A cell's lines, or one that says that its section is left out: an input transformer of IPython."""
-    found = re.match(r"# section: ([\w-]+)", lines[0]) if lines else None
-    if found is None or found[1] in chosen_sections:
-        return lines
-    return [f"print('left out: `sections` does not name {found[1]}')\n"]
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds: "0:03:05"."""
+    return str(datetime.timedelta(seconds=round(seconds)))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import json
-import math
 import pathlib
 import tempfile
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import diffusers
@@ -23,10 +20,11 @@ from PIL import Image
 from . import storage
 from .config import TrainingConfig
 from .encode import captions, encoder
-from .encode.models import model_folder
 from .latents.manifest import DataSets, Manifest
 from .model import denoisers, diffusion
 from .train import checkpoint
+
+warnings.filterwarnings("ignore", "`LoraLoaderMixin` is deprecated", FutureWarning)  # of PRXPipeline
 
 # DDIM is DPM-Solver++ of first order (Lu et al., 2022). diffusers' `DDIMScheduler` moves by 1000 // steps timesteps.
 # With 350 steps it begins at 699, or arrives elsewhere than its next step expects.
@@ -38,12 +36,9 @@ SAMPLERS = {
 }
 FLOW_SAMPLERS = ("dpm++", "unipc")
 
-MOST_DECODED = 32  # images at a time; more are not faster
-MEMORY_SHARE = 0.8  # share of the free memory for activations: convolutions need work space, and memory is fragmented
-# Numbers per pixel of an image that the decoder holds at the same time: three feature maps with 256 channels at the
-# full resolution. Counted for the VAEs of Stable Diffusion 2 and FLUX: 0.75 GiB for 512 x 512 pixels in fp32.
-# AutoencoderDC holds 578, a smaller AutoencoderKL less.
-NUMBERS_PER_PIXEL = 3 * 256
+# Pixels decoded at once: 4 images of 512 x 512. More are not faster. The decoders of Stable Diffusion 2 and FLUX hold
+# three feature maps with 256 channels at the full resolution: 3 GiB for so many pixels in fp32.
+MOST_PIXELS = 2**20
 
 
 # ---- images of a run
@@ -57,14 +52,12 @@ def sample(
     steps: int = 20,
     guidance_scale: float = 2.0,
     sampler: str = "auto",
-    width: int | None = None,
-    height: int | None = None,
     seed: int = 0,
 ) -> list[np.ndarray]:
     """Images of prompts from a checkpoint's EMA weights, or from an untrained denoiser if `saved` is None.
 
-    Computes on this process's GPU if it has one. Images are squares of the config's largest resolution, unless `width`
-    and `height` are given. `sampler`: see `choose_sampler`; the others: see `generate`.
+    Computes on this process's GPU if it has one. Images are squares of the config's largest resolution; the exported
+    pipeline draws other sizes too. `sampler`: see `build_sampler`; the others: see `generate`.
     """
     if saved is None:
         denoiser = denoisers.build_denoiser(config.unet_config, seed=config.seed)
@@ -73,8 +66,8 @@ def sample(
     manifest = DataSets.open(config.proportions).first
     pipeline = pipeline_of_run(denoiser, manifest, config, sampler=sampler, steps=steps)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
-    size = {"resolution": config.largest_resolution, "width": width, "height": height}
-    return generate(pipeline, prompts, **size, seed=seed, steps=steps, guidance_scale=guidance_scale)
+    options = {"resolution": config.largest_resolution, "guidance_scale": guidance_scale}
+    return generate(pipeline, prompts, **options, seed=seed, steps=steps)
 
 
 def load_denoiser(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> diffusers.ModelMixin:
@@ -88,8 +81,6 @@ def generate(
     prompts: list[str],
     *,
     resolution: int,
-    width: int | None = None,
-    height: int | None = None,
     seed: int = 0,
     steps: int = 20,
     guidance_scale: float = 2.0,
@@ -98,7 +89,7 @@ def generate(
     """One image per prompt, (H, W, 3) uint8. Image i depends on prompt i and seed + i only.
 
     Args:
-        resolution: side in pixels of square images; `width` and `height` make others.
+        resolution: side in pixels of the images, which are squares.
         steps: denoising steps per image.
         guidance_scale: scale of classifier-free guidance; 1: none.
     """
@@ -111,8 +102,8 @@ def generate(
         with denoiser.register_forward_pre_hook(denoisers.expand_timestep, with_kwargs=True):
             latents = pipeline(
                 batch,
-                height=height or resolution,
-                width=width or resolution,
+                height=resolution,
+                width=resolution,
                 num_inference_steps=steps,
                 guidance_scale=guidance_scale,
                 generator=generators,
@@ -127,20 +118,8 @@ def generate(
 # ---- pipelines
 
 
-def pipeline_of_run(
-    denoiser: diffusers.ModelMixin,
-    manifest: Manifest,
-    config: TrainingConfig,
-    *,
-    sampler: str = "auto",
-    steps: int = 20,
-) -> diffusers.DiffusionPipeline:
-    """diffusers' pipeline of a run's denoiser: `build_pipeline` with `choose_sampler`."""
-    return build_pipeline(denoiser, choose_sampler(config, sampler, steps), manifest, config.largest_resolution)
-
-
-def choose_sampler(config: TrainingConfig, name: str = "auto", steps: int = 20) -> diffusers.SchedulerMixin:
-    """The sampler for a run's denoiser; "auto": "ddim", for flow "dpm++".
+def build_sampler(config: TrainingConfig, name: str = "auto", steps: int = 20) -> diffusers.SchedulerMixin:
+    """diffusers' scheduler for a run's denoiser. `name`: one of `SAMPLERS`; "auto": "ddim", for flow "dpm++".
 
     Raises ValueError if the sampler does not fit the run's objective or denoiser, and for a number of steps with which
     it does not begin at the noisiest timestep, once. A shift moves flow's first timesteps together. Euler's sampler
@@ -162,44 +141,38 @@ def choose_sampler(config: TrainingConfig, name: str = "auto", steps: int = 20) 
             f"sampling_steps={steps}: sampler={name!r} takes {fewest} to {most} steps with "
             f"timestep_shift={config.timestep_shift:g}."
         )
-    objective = {"zero_terminal_snr": config.zero_terminal_snr, "timestep_shift": config.timestep_shift}
-    return build_sampler(name, config.prediction_type, **objective)
-
-
-def build_sampler(
-    name: str, prediction_type: str, *, zero_terminal_snr: bool = False, timestep_shift: float = 1.0
-) -> diffusers.SchedulerMixin:
-    """diffusers' scheduler for a denoiser that was trained with this objective (see `TrainingConfig`).
-
-    `name`: one of `SAMPLERS`.
-    """
     class_name, options = SAMPLERS[name]
     sampler = getattr(diffusers, class_name)
-    if prediction_type == "flow":
+    if flow:
         return sampler(
             num_train_timesteps=diffusion.NUM_TIMESTEPS,
             prediction_type="flow_prediction",
             use_flow_sigmas=True,
-            flow_shift=timestep_shift,
+            flow_shift=config.timestep_shift,
             steps_offset=1,  # not used; StableDiffusionPipeline warns of 0
         )
-    schedule = diffusion.noise_schedule(prediction_type, zero_terminal_snr).config
+    schedule = diffusion.noise_schedule(config.prediction_type, config.zero_terminal_snr).config
     # "trailing" takes a step too many for 61 steps and others: diffusers rounds a fraction.
     return sampler.from_config(schedule, timestep_spacing="linspace", **options)
 
 
-def build_pipeline(
-    denoiser: diffusers.ModelMixin, sampler: diffusers.SchedulerMixin, manifest: Manifest, resolution: int
+def pipeline_of_run(
+    denoiser: diffusers.ModelMixin,
+    manifest: Manifest,
+    config: TrainingConfig,
+    *,
+    sampler: str = "auto",
+    steps: int = 20,
 ) -> diffusers.DiffusionPipeline:
-    """diffusers' pipeline of a denoiser, with the models that encoded its training data.
+    """diffusers' pipeline of a run's denoiser, with the models that encoded its training data.
+
+    By default it generates squares of the config's largest resolution.
 
     Args:
-        denoiser: of a class in `denoisers.ADAPTERS`.
-        sampler: see `build_sampler`.
         manifest: names the VAE and the text encoder. A prompt is cut after as many tokens as its captions were.
-        resolution: side in pixels of the squares that the pipeline generates by default.
+        sampler, steps: see `build_sampler`.
     """
-    adapter = denoisers.adapter_of(denoiser)
+    adapter, resolution = denoisers.adapter_of(denoiser), config.largest_resolution
     tokenizer = copy.deepcopy(captions.load_tokenizer(manifest.text_encoder_model))
     tokenizer.model_max_length = manifest.embeddings.shape[0]
     vae = encoder.load_vae(manifest.vae_model)
@@ -210,30 +183,12 @@ def build_pipeline(
         "vae": vae,
         "text_encoder": encoder.load_text_encoder(manifest.text_encoder_model),
         "tokenizer": tokenizer,
-        "scheduler": sampler,
+        "scheduler": build_sampler(config, sampler, steps),
         adapter.component: denoiser.eval(),
     }
-    with without_warnings():
-        pipeline = getattr(diffusers, adapter.pipeline)(**models, **defaults, **adapter.left_out)
+    pipeline = getattr(diffusers, adapter.pipeline)(**models, **defaults, **adapter.left_out)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-def load_pipeline(model: str, dtype: torch.dtype = torch.float32) -> diffusers.DiffusionPipeline:
-    """A pipeline from a folder, a URI or a hub id, without its safety checker."""
-    with contextlib.ExitStack() as stack:
-        if "://" in model:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            storage.copy_folder(model, folder)
-            model = folder
-        folder = model_folder(model, "model_index.json", "*/*")
-        options = {"dtype": dtype, "use_safetensors": True}
-        if "safety_checker" in diffusers.DiffusionPipeline.load_config(folder):
-            options["safety_checker"] = None
-        with without_warnings():
-            loaded = diffusers.DiffusionPipeline.from_pretrained(folder, **options)
-    loaded.set_progress_bar_config(disable=True)
-    return loaded
 
 
 def adapter_of_run(config: TrainingConfig) -> denoisers.Adapter:
@@ -245,19 +200,6 @@ def denoiser_of(pipeline: diffusers.DiffusionPipeline) -> diffusers.ModelMixin:
     return pipeline.unet if "unet" in pipeline.components else pipeline.transformer
 
 
-@contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """Silences diffusers and transformers while a pipeline is made: their warnings are about parts not used here."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`LoraLoaderMixin` is deprecated", FutureWarning)  # of PRXPipeline
-            yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-
-
 # ---- latents -> images
 
 
@@ -265,31 +207,18 @@ def without_warnings() -> Iterator[None]:
 def decode_latents(model: str | diffusers.ModelMixin, latents_BCHW: torch.Tensor) -> np.ndarray:
     """Unscaled latents -> (B, H, W, 3) uint8 images, decoded by a VAE on its device; `model`: the VAE, or its name.
 
-    On a GPU, as many images are decoded at once as its free memory holds. A VAE in fp16 that says
-    `force_upcast` decodes in fp32, as in diffusers' pipelines.
+    A VAE in fp16 that says `force_upcast` decodes in fp32, as in diffusers' pipelines.
     """
-    vae, images, memory = encoder.load_vae(model) if isinstance(model, str) else model, [], math.inf
+    vae, images = encoder.load_vae(model) if isinstance(model, str) else model, []
     upcast = vae.dtype == torch.float16 and vae.config.get("force_upcast")
     vae = vae.float() if upcast else vae
-    if vae.device.type == "cuda":
-        torch.cuda.empty_cache()  # memory that PyTorch keeps without using it is free, too
-        memory, _ = torch.cuda.mem_get_info(vae.device)
     num_pixels = latents_BCHW.shape[2] * latents_BCHW.shape[3] * encoder.downsampling(vae.config) ** 2
-    for latents in latents_BCHW.split(decoded_at_once(num_pixels, vae.dtype.itemsize, memory)):
+    for latents in latents_BCHW.split(max(1, MOST_PIXELS // num_pixels)):
         pixels = vae.decode(latents.to(vae.device, vae.dtype)).sample.float()
         images.append(((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu())
     if upcast:
         vae.half()  # the weights are what they were, bit by bit
     return torch.cat(images).numpy()
-
-
-def decoded_at_once(num_pixels: int, itemsize: int, memory: float = math.inf) -> int:
-    """The number of images, 1 to `MOST_DECODED`, that are decoded at once in `memory` bytes.
-
-    An image has `num_pixels` pixels; a number of the VAE's precision takes `itemsize` bytes.
-    """
-    image_bytes = NUMBERS_PER_PIXEL * num_pixels * itemsize
-    return int(min(max(1, memory * MEMORY_SHARE / image_bytes), MOST_DECODED))
 
 
 def reconstruct(model: str | diffusers.ModelMixin, moments_B2CHW: np.ndarray) -> np.ndarray:
@@ -310,7 +239,7 @@ def export_checkpoint(
 ) -> str:
     """Export a checkpoint as a diffusers pipeline to `uri`, by default the run's `pipeline/`; returns its URI.
 
-    `which`: see `load_denoiser`; `sampler`: see `choose_sampler`.
+    `which`: see `load_denoiser`; `sampler`: see `build_sampler`.
     """
     manifest = DataSets.open(config.proportions).first
     pipeline = pipeline_of_run(load_denoiser(config, saved, which), manifest, config, sampler=sampler)

@@ -1,17 +1,23 @@
 """Files in a local folder or an object store, by one path or URI: all access goes through `pyarrow.fs`."""
 
+import collections
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import stat
 import time
+import urllib.parse
 import uuid
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 from pyarrow import fs
@@ -21,7 +27,10 @@ from pyarrow import fs
 SHORT_READ_ERROR = "Failed to flush response stream"
 PAUSES = (1, 5, 25)  # seconds before `retry` tries again
 REMEDY = "delete it, and start the same command again"  # for a damaged file
+CHECKSUM = "crc32"  # the key of a JSON file's checksum, its last entry
 LOCAL = fs.LocalFileSystem()
+# Of a name that is made from a user's text. Disks take 255 bytes and stores 1,024, endings and folders included.
+MOST_NAME_BYTES, MOST_PATH_BYTES = 200, 500
 MOST_COPIED = 5 * 2**30  # bytes of an object that S3 copies by one request
 
 
@@ -30,17 +39,36 @@ class DamagedFile(ValueError):
 
 
 def resolve(uri: str | os.PathLike) -> str:
-    """An absolute local path, or the URI as it is, without a trailing slash.
+    """An absolute local path, or the URI of a store as it is, without a trailing slash.
 
-    Relative paths must be resolved on the driver: Ray workers run in folders of their own.
+    `file://` becomes a local path; "%20" in it is a space, unless a file of exactly this name exists. Relative paths
+    must be resolved on the driver: Ray workers run in folders of their own.
     """
     uri = str(uri)
     if not uri.isascii() and uri != uri.encode(errors="replace").decode():
         raise ValueError(f"{uri!r} is no name in UTF-8: rename it.")
     scheme, mark, path = uri.partition("://")
-    if mark:
+    if mark and scheme != "file":
         return scheme + mark + path.rstrip("/")
+    if mark:
+        path = path.removeprefix("localhost")
+        if not path.startswith("/"):
+            raise ValueError(f"{uri} has no absolute path: write file:///folder, or the path alone.")
+        uri = path if os.path.exists(path) else urllib.parse.unquote(path)
     return os.path.abspath(os.path.expanduser(uri))
+
+
+def shown(uri: str | os.PathLike) -> str:
+    """The URI without user, password and query, such as a token: what may be printed, logged or stored.
+
+    Local paths stay, and so does Azure's container.
+    """
+    scheme, mark, path = str(uri).partition("://")
+    if not mark:
+        return str(uri)
+    user = r"^([^/:@]*)(:(?!\d+/)[^@]*)?@([^/@]*@)*"  # a password may hold "/"; ":8080/" is a port
+    path = re.sub(user, r"\1@" if SCHEMES.get(scheme) is open_azure else "", path)
+    return scheme + mark + re.sub(r"[?].+|#.*=.*", "", path, flags=re.DOTALL)
 
 
 def open_filesystem(uri: str | os.PathLike) -> tuple[fs.FileSystem, str]:
@@ -52,10 +80,13 @@ def open_filesystem(uri: str | os.PathLike) -> tuple[fs.FileSystem, str]:
     if "://" not in uri:
         return LOCAL, uri
     scheme, _, path = uri.partition("://")  # not parsed as a URI: keys may hold spaces, umlauts, "#"
-    if scheme == "file":
-        return LOCAL, path
-    if scheme not in SCHEMES or not path.partition("/")[0]:
-        raise ValueError(f"{uri} cannot be opened: give a folder, or a URI such as {' or '.join(EXAMPLES)}.")
+    bucket = path.partition("/")[0]
+    has_password = ":" in bucket or (scheme == "s3" and "@" in bucket)
+    if scheme not in SCHEMES or not bucket or has_password:
+        raise ValueError(
+            f"{shown(uri)} cannot be opened: give a folder, or a URI such as {' or '.join(EXAMPLES)}; credentials come "
+            "from the environment."
+        )
     return SCHEMES[scheme](path)
 
 
@@ -123,16 +154,17 @@ def max_attempts() -> int:
     return int(os.environ.get("AWS_MAX_ATTEMPTS", 10))
 
 
-def retry(action: Callable[[], None]) -> None:
-    """Call `action()`, again after each of `PAUSES` while it raises an OSError, but for a file that does not exist.
+def retry(action: Callable[[], Any], pauses: Iterable[float] = PAUSES, message: str = "") -> Any:
+    """What `action()` returns, called again after each pause (seconds) while it raises an OSError.
 
-    pyarrow repeats single requests (`max_attempts`). This is for work that is lost if the store is busy for longer.
+    pyarrow repeats single requests (`max_attempts`). This is for work that is lost if the store is busy for longer. An
+    error without `message`, or that a file does not exist, is raised at once.
     """
-    for pause in (*PAUSES, None):
+    for pause in (*pauses, None):
         try:
             return action()
         except OSError as error:
-            if pause is None or isinstance(error, FileNotFoundError):
+            if pause is None or isinstance(error, FileNotFoundError) or message not in str(error):
                 raise
             time.sleep(pause * random.uniform(0.8, 1.2))  # the workers that were refused do not all come back at once
 
@@ -148,6 +180,14 @@ def join(uri: str | os.PathLike, *parts: str) -> str:
 def name(uri: str | os.PathLike) -> str:
     """The last part of a path or URI."""
     return str(uri).rstrip("/").rsplit("/", 1)[-1]
+
+
+def short_name(text: str) -> str:
+    """A name for a file that is made from a user's text, such as a path: the text, or its hash if it is too long."""
+    longest = max(len(part.encode()) for part in text.split("/"))
+    if longest <= MOST_NAME_BYTES and len(text.encode()) <= MOST_PATH_BYTES:
+        return text
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _info(uri: str | os.PathLike) -> fs.FileInfo:
@@ -172,38 +212,47 @@ def version(uri: str | os.PathLike) -> tuple[int, int]:
 def walk(uri: str | os.PathLike, recursive: bool = True) -> Iterator[tuple[str, int | None]]:
     """Yield `(path below uri, bytes)` of the files in a folder, in any order; nothing if there is no folder.
 
-    Bytes are None for what cannot be opened: a link that leads nowhere, a FIFO, a name that is not UTF-8 (with "?" for
-    its odd bytes). A link that leads back to a folder above is not followed.
+    Bytes are None for what cannot be opened: a link that leads nowhere, a FIFO, a folder that may not be read, a name
+    that is not UTF-8 (with "?" for its odd bytes). Raises ValueError for a key with an empty part: pyarrow cannot open it.
     """
     filesystem, path = open_filesystem(uri)
     if isinstance(filesystem, fs.LocalFileSystem):
-        yield from _walk_disk(path.rstrip("/"), "", recursive)
+        yield from _walk_disk(path, recursive)
         return
     for item in filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=recursive)):
+        if "//" in item.path:
+            raise ValueError(f"{shown(uri)} holds the key {item.path!r}, which has an empty part (//): rename it.")
         if item.is_file:
             yield item.path[len(path) :].lstrip("/"), item.size
 
 
-def _walk_disk(folder: str, prefix: str, recursive: bool, above: tuple = ()) -> Iterator[tuple[str, int | None]]:
-    real = os.path.realpath(folder or "/")
-    if not os.path.isdir(real) or real in above:
-        return
-    for entry in os.scandir(folder or "/"):
-        below = prefix + entry.name
-        is_folder = os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+def _walk_disk(root: str, recursive: bool) -> Iterator[tuple[str, int | None]]:
+    """`walk`, which finds each folder once, and each file of one name once, however many links lead there.
+
+    Links are followed after all else, so a link to a folder or file of `root` adds nothing.
+    """
+    found, waiting = set(), collections.deque([(root, "")] if os.path.isdir(root) else [])
+    while waiting:
+        path, below = waiting.popleft()
+        try:
+            path.encode()
+            about = os.stat(path)
+            is_folder = stat.S_ISDIR(about.st_mode)
+            identity = about.st_dev, about.st_ino, is_folder or name(path)
+            if identity in found:
+                continue
+            found.add(identity)
+            entries = list(os.scandir(path)) if is_folder and (recursive or not below) else []
+        except (OSError, UnicodeEncodeError):  # a link that leads nowhere; a folder such as lost+found; no UTF-8
+            if not below:
+                raise
+            yield below.encode(errors="replace").decode(), None
+            continue
         if not is_folder:
-            yield below.encode(errors="replace").decode(), _regular_size(entry)
-        elif recursive:
-            yield from _walk_disk(entry.path, f"{below}/", recursive, (*above, real))
-
-
-def _regular_size(entry: os.DirEntry) -> int | None:
-    try:
-        entry.path.encode()
-        found = entry.stat()
-    except (OSError, UnicodeEncodeError):  # a link that leads nowhere, or to itself; a name that is not UTF-8
-        return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+            yield below, about.st_size if stat.S_ISREG(about.st_mode) else None
+        for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
+            add = waiting.append if entry.is_symlink() else waiting.appendleft
+            add((entry.path, f"{below}/{entry.name}" if below else entry.name))
 
 
 def list_files(uri: str | os.PathLike, suffix: str | tuple[str, ...] = "", recursive: bool = False) -> list[str]:
@@ -216,14 +265,15 @@ def list_folders(uri: str | os.PathLike) -> list[str]:
     """Sorted paths or URIs of the folders directly in a folder."""
     filesystem, path = open_filesystem(uri)
     found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    return sorted(join(uri, name(item.path)) for item in found if item.type == fs.FileType.Directory)
+    return sorted(join(uri, item.base_name) for item in found if item.type == fs.FileType.Directory)
 
 
 def sizes(uri: str | os.PathLike, recursive: bool = True) -> dict[str, int]:
     """{path below `uri`: bytes} of all files in a folder; {"": bytes} of a file."""
-    if _info(uri).is_file:
-        return {"": _info(uri).size}
-    return dict(sorted(found for found in walk(uri, recursive) if found[1] is not None))
+    found, info = dict(sorted(found for found in walk(uri, recursive) if found[1] is not None)), _info(uri)
+    if found and info.is_file:
+        raise ValueError(f"{shown(uri)} is both an object and a folder of objects: rename one of them.")
+    return {"": info.size} if info.is_file else found
 
 
 def read_text(uri: str | os.PathLike) -> str:
@@ -234,15 +284,13 @@ def read_text(uri: str | os.PathLike) -> str:
 def read_bytes(uri: str | os.PathLike, offset: int = 0) -> bytes:
     """A file from a byte on. Raises FileNotFoundError if it does not exist."""
     filesystem, path = open_filesystem(uri)
-    for attempt in range(1, max_attempts() + 1):
-        try:
-            with filesystem.open_input_file(path) as file:
-                file.seek(offset)
-                return file.read()
-        except OSError as error:
-            if SHORT_READ_ERROR not in str(error) or attempt == max_attempts():
-                raise
-            time.sleep(0.1)
+
+    def read() -> bytes:
+        with filesystem.open_input_file(path) as file:
+            file.seek(offset)
+            return file.read()
+
+    return retry(read, [0.1] * (max_attempts() - 1), SHORT_READ_ERROR)
 
 
 def write_text(uri: str | os.PathLike, text: str) -> None:
@@ -281,23 +329,57 @@ def naming(uri: str | os.PathLike) -> Iterator[None]:
         raise OSError(error.errno, f"{uri} cannot be written: {os.strerror(error.errno)}") from None
 
 
-def read_json(uri: str | os.PathLike, remedy: str = REMEDY, otherwise: Callable[[str], Any] | None = None) -> Any:
-    """The content of a JSON file. Raises FileNotFoundError, and DamagedFile with the path and what to do: `remedy`.
+def read_json(
+    uri: str | os.PathLike,
+    remedy: str = REMEDY,
+    otherwise: Callable[[str], Any] | None = None,
+    shape: Any = MappingProxyType({}),
+) -> Any:
+    """The content of a JSON file: `write_json`'s, another program's, or an earlier version's, without a checksum.
 
-    `otherwise(sentence)`: returns what takes the place of a damaged file's content, if it need not be raised.
+    Raises FileNotFoundError, and DamagedFile with the path and what to do: `remedy`.
+
+    Args:
+        otherwise: given the sentence, returns what takes the place of a damaged file's content.
+        shape: what the content must be (`has_shape`), such as {"step": int, "files": dict}; any object by default.
     """
     data = read_bytes(uri)
-    try:
-        return json.loads(data)
-    except ValueError:
-        sentence = f"{uri} is damaged or cut short ({len(data):,} bytes): {remedy}."
+    with contextlib.suppress(ValueError, RecursionError):
+        content, is_whole = split_checksum(json.loads(data))
+        if is_whole and has_shape(content, shape):
+            return content
+    sentence = f"{shown(uri)} is damaged or cut short ({len(data):,} bytes): {remedy}."
     if otherwise is None:
         raise DamagedFile(sentence)
     return otherwise(sentence)
 
 
-def write_json(uri: str | os.PathLike, value: Any) -> None:
-    write_text(uri, json.dumps(value, indent=1))
+def has_shape(value: Any, shape: Any) -> bool:
+    """`shape`: a type; {key: shape} of an object, which may have other keys; [shape] of a list's items."""
+    if isinstance(shape, Mapping):
+        return isinstance(value, dict) and all(key in value and has_shape(value[key], shape[key]) for key in shape)
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(has_shape(item, shape[0]) for item in value)
+    return isinstance(value, shape)
+
+
+def write_json(uri: str | os.PathLike, value: dict | list, indent: int | None = 1) -> None:
+    """Write an object or a list; its last entry is a checksum, which `read_json` compares and removes."""
+    content = json.loads(json.dumps(value))  # tuples become lists, keys become text: what the reader will check
+    crc = zlib.crc32(json.dumps(content).encode())
+    content = {**content, CHECKSUM: crc} if isinstance(content, dict) else [*content, crc]
+    write_text(uri, json.dumps(content, indent=indent))
+
+
+def split_checksum(content: Any) -> tuple[Any, bool]:
+    """`(content without its checksum, whether it is whole)`; content without a checksum counts as whole."""
+    if not content or not isinstance(content, (dict, list)):
+        return content, True
+    rest = content.copy()
+    name, last = rest.popitem() if isinstance(rest, dict) else (CHECKSUM, rest.pop())
+    if last == zlib.crc32(json.dumps(rest).encode()):  # its name may be damaged
+        return rest, True
+    return content, name != CHECKSUM or not isinstance(last, int)
 
 
 def delete(uri: str | os.PathLike) -> None:

@@ -13,7 +13,7 @@ import types
 
 import numpy as np
 
-from helpers.config import COMMIT, PreprocessingConfig, TrainingConfig
+from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.encode.job import begun_with
 from helpers.latents.manifest import DataSets
@@ -70,7 +70,7 @@ def defaults(notebook):
 
 def profile_with_commits(name):
     """A profile in which the commits that it leaves open are given."""
-    return json.loads(json.dumps(full_run.read_profile(name)).replace(COMMIT, "0" * 40))
+    return json.loads(json.dumps(full_run.read_profile(name)).replace("REPLACE_WITH_COMMIT", "0" * 40))
 
 
 def free_names(statement):

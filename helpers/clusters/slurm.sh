@@ -23,6 +23,7 @@ export RAY_ADDRESS=$head_ip:${RAY_PORT:-6379}
 # Whoever reaches Ray can run code: a token of this job's own, which srun passes on with the environment.
 RAY_AUTH_TOKEN=$(python -c "import secrets; print(secrets.token_hex())")
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+export RAY_TMPDIR=${RAY_TMPDIR:-/tmp}  # for sockets, whose paths have at most 107 characters
 # Ray spills below a folder that only its user reads, on each node: it opens the one that it is given to everybody.
 spill=${TMPDIR:-/tmp}/ray-spill-$(id -u)
 # By it a requeued job knows the lease of its own dead driver, and takes it over at once.

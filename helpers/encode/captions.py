@@ -27,10 +27,20 @@ def load_tokenizer(model: str) -> transformers.PreTrainedTokenizerBase:
 
 
 def caption_ids(captions: Sequence[str], config: PreprocessingConfig) -> np.ndarray:
-    """B captions -> (B, L) int32 token ids, cleaned (`clean`) and tokenized (`tokenize`) as the config says."""
-    tokenizer = load_tokenizer(config.model_of("text_encoder"))
-    cleaned = [clean(caption, config.text_cleaning) for caption in captions]
-    return tokenize(cleaned, tokenizer, config.maximum_tokens)
+    """B captions -> (B, L) int32 token ids, cleaned (`clean`) and truncated to L.
+
+    L is `config.maximum_tokens`; shorter captions are filled up with -1. If that is None, L is the tokenizer's
+    `model_max_length`, and shorter captions are filled up with padding tokens.
+    """
+    tokenizer, padding = load_tokenizer(config.model_of("text_encoder")), config.maximum_tokens is None
+    most = config.maximum_tokens or tokenizer.model_max_length
+    ids_BL = np.full((len(captions), most), -1, dtype=np.int32)
+    if len(captions):
+        cleaned = [clean(caption, config.text_cleaning) for caption in captions]
+        encoded = tokenizer(cleaned, padding="max_length" if padding else False, truncation=True, max_length=most)
+        for ids_L, ids in zip(ids_BL, encoded["input_ids"], strict=True):
+            ids_L[: len(ids)] = ids
+    return ids_BL
 
 
 def clean(caption: str, cleaning: str) -> str:
@@ -43,26 +53,3 @@ def clean(caption: str, cleaning: str) -> str:
 
         return html.unescape(html.unescape(ftfy.fix_text(caption))).strip()
     return caption
-
-
-def tokenize(
-    captions: Sequence[str], tokenizer: transformers.PreTrainedTokenizerBase, maximum_tokens: int | None = None
-) -> np.ndarray:
-    """B captions -> (B, L) int32 token ids, truncated to L.
-
-    `maximum_tokens`: L; shorter captions are filled up with -1. None: L is the tokenizer's `model_max_length`, and
-    shorter captions are filled up with padding tokens.
-    """
-    most = maximum_tokens or tokenizer.model_max_length
-    ids_BL = np.full((len(captions), most), -1, dtype=np.int32)
-    if len(captions):
-        padding = "max_length" if maximum_tokens is None else False
-        encoded = tokenizer(list(captions), padding=padding, truncation=True, max_length=most)
-        for ids_L, ids in zip(ids_BL, encoded["input_ids"], strict=True):
-            ids_L[: len(ids)] = ids
-    return ids_BL
-
-
-def count_tokens(captions: Sequence[str], tokenizer: transformers.PreTrainedTokenizerBase) -> list[int]:
-    """The number of tokens of each caption before truncation, start and end tokens included."""
-    return [len(ids) for ids in tokenizer(captions, truncation=False, verbose=False)["input_ids"]]

@@ -32,6 +32,9 @@ from ..raw import inputs
 ROWS_PER_SEGMENT = 200_000  # per encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
 STOPPED = "Stopped: {:,} of {:,} rows are encoded and kept. Running this cell again encodes the others."
 SEGMENTS, JOB = "segments", "job.json"  # the folder of an unfinished job's entries, and the job's description in it
+# Entries of a report of `stages.write_latents`, by how they are added up.
+LISTS, COUNTS = ("files", "rejects", "calls"), ("rejected", "noted", "buckets")
+SUMS = ("written", "bytes", "transform_seconds", "encode_seconds", "write_seconds")
 FILE_NAME = re.compile(r"\d{6,}-[0-9a-f]{12}\.parquet")  # files that a job writes, and deletes if not committed
 
 
@@ -79,10 +82,18 @@ def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEG
     return segments
 
 
+def finished_manifest(latents_uri: str) -> Manifest | None:
+    """The manifest of a finished job; None if it or the list of files is missing or damaged, and has to be made."""
+    with contextlib.suppress(FileNotFoundError, storage.DamagedFile):
+        read_segments(latents_uri)
+        return read_manifest(latents_uri)
+    return None
+
+
 def begun_with(latents_uri: str) -> dict[str, Any] | None:
     """`Job.parameters` of the job at `latents_uri`, finished or not; None if there is none."""
-    with contextlib.suppress(FileNotFoundError, storage.DamagedFile):
-        return read_manifest(latents_uri).job
+    if finished := finished_manifest(latents_uri):
+        return finished.job
     job_uri = storage.join(latents_uri, SEGMENTS, JOB)
     remedy = f"give another latents_uri, or delete {latents_uri} and encode the data again"
     if not storage.exists(job_uri):
@@ -108,26 +119,20 @@ class Job:
     """A preprocessing job: the segments of its input, which of them are committed, and the manifest at the end.
 
     Args:
-        latents_uri: where the latents go.
+        config: the job's parameters with the commits of its models (`prepare.prepare_job`). The notebook builds the
+            pipeline from it.
         parameters: those that fix the output; a rerun must have the same ones.
         description: the encoder's part of the manifest (`prepare.describe_encoder`).
         plan: returns the segments (`plan_segments`). It is called once per job, because it reads the footers of the
             whole input; a rerun reads the segments from `segments/job.json`.
-        id_type: Arrow type of the stored ids.
-        max_failures: restarts of a segment that loses a node, an actor or a worker; -1: no limit.
-        config: the job's parameters with the commits of its models (`prepare.prepare_job`). The notebook builds the
-            pipeline from it.
 
-    Raises ValueError if `latents_uri` holds other files, or data that was made with other parameters.
+    Raises ValueError if `config.latents_uri` holds other files, or data that was made with other parameters.
     """
 
-    latents_uri: str
+    config: PreprocessingConfig
     parameters: dict
     description: dict
     plan: Callable[[], list[Segment]]
-    id_type: pa.DataType
-    max_failures: int = 3
-    config: PreprocessingConfig | None = None
     guard = None  # of the current `run`
 
     def __post_init__(self):
@@ -136,26 +141,21 @@ class Job:
         self.segments = self.known_segments() or self.plan()
 
     def uri(self, *parts: str) -> str:
-        return storage.join(self.latents_uri, *parts)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the manifest and its list of files are there; a damaged one has to be made again."""
-        with contextlib.suppress(FileNotFoundError, storage.DamagedFile):
-            return bool(read_manifest(self.latents_uri) and read_segments(self.latents_uri))
-        return False
+        return storage.join(self.config.latents_uri, *parts)
 
     def known_segments(self) -> list[Segment]:
         """The segments that an earlier run planned; [] without one.
 
         Raises ValueError if the folder holds other files, or data that was made with other parameters.
         """
-        check_begun(self.latents_uri, begun_with(self.latents_uri), self.parameters)
+        latents_uri = self.config.latents_uri
+        begun = begun_with(latents_uri)
+        check_begun(latents_uri, begun, self.parameters)
         if storage.exists(self.uri(SEGMENTS, JOB)):
             return [Segment(**segment) for segment in storage.read_json(self.uri(SEGMENTS, JOB))["segments"]]
-        if not self.finished and (files := self.written_files()):
+        if not begun and (files := self.written_files()):
             raise ValueError(
-                f"latents_uri={self.latents_uri!r} holds files that do not belong to an unfinished job ({files[0]}): "
+                f"latents_uri={latents_uri!r} holds files that do not belong to an unfinished job ({files[0]}): "
                 "give another latents_uri, or delete them."
             )
         return []
@@ -193,10 +193,10 @@ class Job:
     def write_arguments(self, segment: Segment) -> dict[str, Any]:
         """Arguments of `stages.write_latents` besides the rows."""
         return {
-            "latents_uri": self.latents_uri,
+            "latents_uri": self.config.latents_uri,
             "segment_index": segment.index,
             "columns": self.description["columns"],
-            "id_type": self.id_type,
+            "id_type": pa.type_for_alias(self.parameters["id_type"]),
             "validation_share": self.parameters["validation_share"],
         }
 
@@ -214,9 +214,8 @@ class Job:
         Raises RuntimeError if a segment failed for good.
         """
         with guard or contextlib.nullcontext() as self.guard:
-            if self.finished:
-                manifest = read_manifest(self.latents_uri)
-                print(f"Nothing to do: all {manifest.read:,} rows are encoded at {self.latents_uri}")
+            if manifest := finished_manifest(self.config.latents_uri):
+                print(f"Nothing to do: all {manifest.read:,} rows are encoded at {self.config.latents_uri}")
                 return manifest
             self.segments = self.known_segments() or self.segments  # another driver may have worked on it since
             self.save()
@@ -234,7 +233,7 @@ class Job:
             return self.finish()
 
     def run_segment(self, pipeline: Pipeline, segment: Segment, progress: Callable[[int], None]) -> None:
-        """Run a segment and commit it; retry up to `max_failures` times if a node, an actor or a worker is lost.
+        """Run a segment and commit it; retry up to `config.max_failures` times if a node, actor or worker is lost.
 
         Ray retries the pipeline's tasks and restarts its actors. Ray gives up in two cases: a lost block cannot be
         recomputed, or a reading task has used up its retries (`inputs.RETRIES`). In both cases the segment is retried.
@@ -249,11 +248,10 @@ class Job:
                 with contextlib.suppress(OSError):  # it cannot be reached
                     while self.delete_uncommitted():
                         time.sleep(0.5)  # cancelled tasks end a moment later, and may write until then
-                if 0 <= self.max_failures < failures or not cluster.was_lost(error):
+                if 0 <= self.config.max_failures < failures or not cluster.was_lost(error):
                     raise
-                limit = f" of max_failures={self.max_failures}" if self.max_failures >= 0 else ""
-                which = f"failure {failures}{limit}"
-                print(f"Segment {segment.index} is restarted ({which}): {cluster.summarize_error(str(error))}")
+                reason = cluster.summarize_error(str(error))
+                print(f"Segment {segment.index} is restarted (failure {failures}): {reason}")
 
     def collect(self, reports: ray.data.Dataset, segment: Segment, progress: Callable[[int], None]) -> dict:
         """Run a segment's pipeline; returns the segment's entry, the sum of its write tasks' reports.
@@ -282,10 +280,8 @@ class Job:
     def delete_uncommitted(self) -> int:
         """Delete this job's files that belong to no committed segment; returns how many."""
         self.check_guard()
-        kept = set()
-        for entry in self.committed().values():
-            kept.update(file["name"] for file in entry["files"])
-            kept.update(entry["rejects"])
+        entries = self.committed().values()
+        kept = {name for entry in entries for name in [*(file["name"] for file in entry["files"]), *entry["rejects"]]}
         names = {uri: storage.name(uri) for uri in self.written_files()}
         left = [uri for uri, name in names.items() if name not in kept and FILE_NAME.fullmatch(name)]
         with concurrent.futures.ThreadPoolExecutor(16) as pool:  # object stores are slow to answer
@@ -293,18 +289,31 @@ class Job:
         return len(left)
 
     def finish(self) -> Manifest:
-        """Write the manifest, which marks the job as finished."""
+        """Write the manifest, which marks the job as finished. Raises ValueError if no row can be used."""
         self.delete_uncommitted()
         entries = list(self.committed().values())
         manifest = Manifest.of(
             entries,
             **self.description,
             resolutions=list(self.parameters["resolutions"]),
-            id_type=str(self.id_type),
+            id_type=self.parameters["id_type"],
             job=self.parameters,
         )
-        write_manifest(self.latents_uri, manifest, entries)
+        check_rows(manifest, self.config, f"delete {self.config.latents_uri} or give another latents_uri")
+        write_manifest(self.config.latents_uri, manifest, entries)
         return manifest
+
+
+def check_rows(manifest: Manifest, config: PreprocessingConfig, remedy: str) -> None:
+    """Raises ValueError with the reasons if no row can be used. `remedy`: what to do after they are mended."""
+    if not manifest.written:
+        reasons = [f"{count:,} rejected: {reason}" for reason, count in manifest.rejected.items()]
+        if manifest.filtered:
+            reasons.append(f"{manifest.filtered:,} left out by row_filter={config.row_filter!r}")
+        raise ValueError(
+            f"No row of input_uri={config.data_uri!r} can be used, of {manifest.read:,} that were read "
+            f"({'; '.join(reasons) or 'no file with rows'}): change what these reasons name, then {remedy}."
+        )
 
 
 def read_entry(uri: str) -> dict | None:
@@ -320,26 +329,18 @@ def segment_entry(segment: Segment, tables: Iterable[pa.Table]) -> dict:
     the time from the first encoder call to the last. The caller sets `seconds`, the time from start to end.
     """
     reports = [json.loads(text) for table in tables for text in table["report"].to_pylist()]
-
-    def joined(name: str) -> list:
-        return [item for report in reports for item in report[name]]
-
-    rejected, noted, buckets = (add_up(report[name] for report in reports) for name in ("rejected", "noted", "buckets"))
-    summed = ("written", "bytes", "transform_seconds", "encode_seconds", "write_seconds")
-    sums, calls = {name: sum(report[name] for report in reports) for name in summed}, joined("calls")
+    total = {name: [item for report in reports for item in report[name]] for name in LISTS}
+    total |= {name: add_up(report[name] for report in reports) for name in COUNTS}
+    total |= {name: sum(report[name] for report in reports) for name in SUMS}
+    calls = total.pop("calls")
     return {
         "index": segment.index,
         "sources": segment.paths,
         "limit": segment.limit,
         "unreadable": segment.unreadable,
         "read": segment.rows,
-        "filtered": segment.rows - sums["written"] - sum(rejected.values()),
-        "rejected": rejected,
-        "noted": noted,
-        "buckets": buckets,
-        "files": joined("files"),
-        "rejects": joined("rejects"),
-        **sums,
+        "filtered": segment.rows - total["written"] - sum(total["rejected"].values()),
+        **total,
         "seconds": 0.0,
         "encoders": len({call["encoder"] for call in calls}),
         "encoding_seconds": max(c["ended"] for c in calls) - min(c["started"] for c in calls) if calls else 0.0,

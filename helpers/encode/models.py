@@ -12,6 +12,11 @@ TINY_SD, TINY_CLIP = IN_PACKAGE = ("tiny-sd", "tiny-clip")
 # Files of a model's repository that nothing here reads: other formats and variants of the weights, images.
 UNUSED = ["*.bin", "*.h5", "*.msgpack", "*.ckpt", "*.onnx*", "*.fp16.*", "*.non_ema.*", "safety_checker/*", "*.png"]
 
+NOT_FOUND = (
+    "{0} is neither a folder here, nor in {1.HF_HUB_CACHE}, nor given by {1.ENDPOINT}: check its name and commit, its "
+    "terms if it is gated, the network, HF_TOKEN and HF_HUB_OFFLINE."
+)
+
 
 class Unsupported(ValueError):
     """Raised for a model, or a parameter for it, that is not supported; says which one, and what to change."""
@@ -44,7 +49,7 @@ def pin_model(model: str, earlier: str | None = None, parameter: str = "model") 
         return model
     if earlier and not revision and earlier.startswith(f"{name}@"):
         return earlier
-    with explained(f"{parameter}={model!r}"):
+    with explained(NOT_FOUND.format(f"{parameter}={model!r}", constants)):
         return f"{name}@{HfApi().resolve_revision(name, revision=revision or None).resolved}"
 
 
@@ -64,18 +69,19 @@ def model_folder(model: str, *patterns: str, unused: Sequence[str] = UNUSED) -> 
     is_writable = os.access(cache, os.W_OK)  # a cache in a container's image may not be
     lock = WeakFileLock(f"{cache}/{name.replace('/', '--')}.lock") if is_writable else contextlib.nullcontext()
     options = {"allow_patterns": list(patterns), "ignore_patterns": list(unused)}
-    with lock, disable_progress_bars(), explained(repr(model)):
+    with lock, disable_progress_bars(), explained(NOT_FOUND.format(repr(model), constants)):
         return snapshot_download(name, revision=revision or None, **options)
 
 
 @contextlib.contextmanager
-def explained(model: str) -> Iterator[None]:
-    """Context manager for requests to the hub: an error becomes a ValueError that says what to check."""
+def explained(sentence: str) -> Iterator[None]:
+    """Context manager for code that reads models: an error becomes a ValueError that says `sentence`, then the error.
+
+    Unsupported is raised unchanged.
+    """
     try:
         yield
+    except Unsupported:
+        raise
     except (OSError, ValueError, errors.RevisionResolutionError) as error:
-        raise ValueError(
-            f"{model} is neither a folder here, nor in {constants.HF_HUB_CACHE}, nor given by {constants.ENDPOINT}: "
-            "check its name and commit, its terms if it is gated, the network, HF_TOKEN and HF_HUB_OFFLINE. "
-            f"({str(error).splitlines()[0]})"
-        ) from None
+        raise ValueError(f"{sentence} ({str(error).splitlines()[0]})") from None

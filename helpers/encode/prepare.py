@@ -7,12 +7,11 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
-import pyarrow as pa
 import torch
 
+from .. import storage
 from ..config import PreprocessingConfig
 from ..latents import schema
 from ..latents.manifest import encode_embedding
@@ -22,20 +21,27 @@ from . import captions, encoder, job, models
 
 MOMENTS = {"moments": 2, "mean": 1}
 MOST_TOKENS = 8192  # in a caption, if neither the tokenizer nor the text encoder names a limit
-# Parameters that may be left open until the input has been looked at.
-OPEN = {"input_format": "auto", "image_column": None, "caption_column": None, "id_column": None}
 Config = TypeVar("Config", bound=PreprocessingConfig)
 
 
 def check_early(config: PreprocessingConfig) -> None:
     """Raises ValueError for models as `derive` does, and for a parameter that differs from what a job began with.
 
-    Reads neither data nor weights.
+    Also for a new job whose `latents_uri` cannot be written. Reads neither data nor weights.
     """
     begun = job.begun_with(config.latents_uri)
     fixed = derive(config, begun and begun["encoder"]).fixed("rows", "latents")
-    names = [name for name, value in fixed.items() if name not in OPEN or value != OPEN[name]]
-    job.check_begun(config.latents_uri, begun, fixed, names)
+    given = [name for name, value in fixed.items() if value not in (None, "auto")]  # others follow from the input
+    job.check_begun(config.latents_uri, begun, fixed, given)
+    if begun is None:
+        probe = storage.join(config.latents_uri, job.SEGMENTS, "probe")
+        try:
+            storage.write_text(probe, "")
+            storage.delete(probe)
+        except OSError as error:
+            raise ValueError(
+                f"latents_uri={config.latents_uri!r} cannot be written: give another storage or latents_uri. ({error})"
+            ) from None
 
 
 def prepare_job(
@@ -57,15 +63,9 @@ def prepare_job(
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
     rows_per_segment = rows_per_segment or job.ROWS_PER_SEGMENT * config.most_encoders
     parameters = describe_input(config, paths, listing, begun) | (recorded or {})
-    return job.Job(
-        config.latents_uri,
-        parameters,
-        describe_encoder(config),
-        plan=functools.partial(job.plan_segments, paths, config, rows_per_segment),
-        id_type=pa.type_for_alias(parameters["id_type"]),
-        max_failures=config.max_failures,
-        config=config,
-    )
+    parameters["input_written_crc32"] = input_version(config, listing, begun)
+    plan = functools.partial(job.plan_segments, paths, config, rows_per_segment)
+    return job.Job(config, parameters, describe_encoder(config), plan)
 
 
 def derive(config: Config, earlier: dict[str, str] | None = None) -> Config:
@@ -118,6 +118,23 @@ def describe_input(
         "input_crc32": inputs.checksum(listing),
         "id_type": begun["id_type"] if begun else str(inputs.id_type_of(inputs.reached(paths, config), config)),
     }
+
+
+def input_version(config: PreprocessingConfig, listing: dict[str, int], begun: dict[str, Any] | None) -> int | None:
+    """A checksum of the times at which the input's files were written: that with which the job began, if it has one.
+
+    Prints a sentence if files of the same sizes have been written since, because rows that are encoded stay.
+    """
+    written = inputs.modified(listing, config)
+    now = inputs.checksum(written)
+    before = begun.get("input_written_crc32") if begun else now
+    if before not in (None, now):
+        print(
+            f"Files of input_uri={config.data_uri!r} were written again after this job began (the newest is "
+            f"{max(written, key=written.get)}), and rows that are encoded stay as they are. To encode them again, "
+            f"give another latents_uri, or delete {config.latents_uri}."
+        )
+    return before
 
 
 # ---- the encoder
@@ -217,23 +234,12 @@ def describe_encoder(config: PreprocessingConfig) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def naming_models(config: PreprocessingConfig) -> Iterator[None]:
-    """Context manager for code that reads models: its errors become a ValueError that names the models' parameters.
-
-    Unsupported is raised unchanged.
-    """
-    try:
-        yield
-    except models.Unsupported:
-        raise
-    except (OSError, ValueError) as error:
-        parameters = dict.fromkeys(config.model_parameter(part) for part in ("vae", "text_encoder"))
-        names = " or ".join(f"{name}={getattr(config, name)!r}" for name in parameters)
-        raise ValueError(
-            f"{names} holds no model in diffusers layout (vae/, text_encoder/, tokenizer/): give 'tiny-sd', a folder "
-            f"or a hub id. ({str(error).splitlines()[0]})"
-        ) from None
+def naming_models(config: PreprocessingConfig) -> contextlib.AbstractContextManager:
+    """`models.explained` for code that reads models: its errors name the models' parameters."""
+    parameters = dict.fromkeys(config.model_parameter(part) for part in ("vae", "text_encoder"))
+    names = " or ".join(f"{name}={getattr(config, name)!r}" for name in parameters)
+    layout = "holds no model in diffusers layout (vae/, text_encoder/, tokenizer/)"
+    return models.explained(f"{names} {layout}: give 'tiny-sd', a folder or a hub id.")
 
 
 @torch.inference_mode()

@@ -30,15 +30,7 @@ Decode = Callable[[Iterable[images.Call], images.Shapes], list[images.DecodedIma
 Excluded = Callable[[pa.ChunkedArray, list[bytes | None]], np.ndarray]
 
 
-def transform(
-    rows: pa.Table,
-    *,
-    config: PreprocessingConfig,
-    crops: Iterable[images.Crop] | None = None,
-    shapes: Iterable[images.Shape] | None = None,
-    decode: Decode = images.decode_all,
-    excluded: Excluded | None = None,
-) -> pa.Table:
+def transform(rows: pa.Table, *, config: PreprocessingConfig, **options: Any) -> pa.Table:
     """Raw rows (`inputs.to_raw_rows`) -> rows for the encoder: every row stays, a bad one with a `reason`.
 
     Tensors are plain bytes, so that nothing is parsed between the stages. Columns:
@@ -52,15 +44,10 @@ def transform(
         note: what is wrong with an image that is used; empty for most
         transform_seconds: of the call, in its first row
 
-    Args:
-        crops: how each row is cropped (functions that can be pickled); None: to the largest centre crop.
-        shapes: the one (width, height) to make of each row; None: one for each resolution, see `pixels_...`.
-        decode: a function like `images.decode_all`.
-        excluded: `excluded(ids, encoded images)` returns (B,) bool: True for rows that must not be used. They are
-            rejected before anything is decoded.
+    `options`: of `decode_rows`.
     """
     started = time.perf_counter()
-    done = decode_rows(rows, config, crops, shapes, decode, excluded)
+    done = decode_rows(rows, config, **options)
     columns = {
         schema.ID: rows[inputs.ID],
         schema.REASON: pa.array([image.reason for image in done], pa.string()),
@@ -89,7 +76,15 @@ def decode_rows(
     decode: Decode = images.decode_all,
     excluded: Excluded | None = None,
 ) -> list[images.DecodedImage]:
-    """The image of each raw row; a row that cannot be used has only a reason. Arguments: as of `transform`."""
+    """The image of each raw row; a row that cannot be used has only a reason.
+
+    Args:
+        crops: how each row is cropped (functions that can be pickled); None: to the largest centre crop.
+        shapes: the one (width, height) to make of each row; None: one for each resolution.
+        decode: a function like `images.decode_all`.
+        excluded: `excluded(ids, encoded images)` returns (B,) bool: True for rows that must not be used. They are
+            rejected before anything is decoded.
+    """
     raw = rows.select([inputs.ID, inputs.CAPTION, inputs.IMAGE, inputs.ERROR]).to_pylist()
     excluded_B = excluded(rows[inputs.ID], [row[inputs.IMAGE] for row in raw]) if excluded else [False] * len(raw)
     reasons = [EXCLUDED if out else row_reason(row) for row, out in zip(raw, excluded_B, strict=True)]

@@ -10,8 +10,10 @@ import pyarrow as pa
 
 from .. import storage
 from . import schema
-from .manifest import Files, Manifest, RowRange, read_files, read_manifest
+from .manifest import Manifest, read_manifest
+from .order import Files, RowRange
 from .parquet import read_parquet, write_table
+from .plan import read_files
 from .read import IsExcluded, read_row_ranges
 
 NUM_ROWS = 512  # held-out rows that a run is validated on, at most
@@ -65,6 +67,15 @@ def first(
         if parts:
             tables.append(pa.concat_tables(parts)[:wanted])
     return drop_excluded(pa.concat_tables(tables), is_excluded) if tables else None
+
+
+def example_rows(latents_uri: str, num_rows: int) -> pa.Table:
+    """The first rows of a finished job, with all columns of its latents files."""
+    manifest, files = read_manifest(latents_uri), read_files(latents_uri)
+    columns = schema.latents_schema(pa.type_for_alias(manifest.id_type), manifest.columns).names
+    num_groups = 1 + np.searchsorted(np.cumsum(files.group_rows), num_rows)
+    ranges = [files.row_range(group, 0, rows) for group, rows in enumerate(files.group_rows[:num_groups])]
+    return read_row_ranges(ranges, columns, files)[:num_rows]
 
 
 def drop_excluded(rows: pa.Table, is_excluded: IsExcluded | None) -> pa.Table:

@@ -18,10 +18,8 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from .. import storage
 from . import schema
@@ -31,8 +29,17 @@ MANIFEST, FILES = "manifest.json", "files.json"
 MADE_AGAIN = (
     "run the notebook that encoded this data again with the same parameters: it writes the file, and encodes nothing"
 )
-MEND = "restore the file from a copy, or encode the data again into another latents_uri"
+SHAPE = {  # of manifest.json
+    **dict.fromkeys(("read", "written", "filtered", "files_crc32"), int),
+    **dict.fromkeys(("encoder", "job", "rejected", "buckets", "work"), dict),
+    **dict.fromkeys(("id_type", "empty_caption_embedding"), str),
+    "resolutions": [int],
+    "columns": [{"name": str, "shape": [int]}],
+    "scaling_factor": (int, float),
+}
+FILES_SHAPE = [{"files": [{"name": str, "row_groups": [int], "buckets": dict}]}]  # of files.json
 WORK = ("seconds", "encoding_seconds", "transform_seconds", "encode_seconds", "write_seconds", "bytes")
+VARYING = ("input_uri", "input_written_crc32", "online", "raw_row_bytes")  # entries of `job`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +89,7 @@ class Manifest:
         sums = ("rejected", "noted", "buckets")
         rows |= {count: add_up(segment.get(count, {}) for segment in segments) for count in sums}
         work = {name: sum(segment.get(name, 0) for segment in segments) for name in WORK}
-        crc = 0
-        for file in (file for segment in segments for file in segment["files"]):
-            crc = zlib.crc32(json.dumps([file["name"], file["row_groups"]]).encode(), crc)
-        return cls(**description, **rows, work=work, files_crc32=crc)
+        return cls(**description, **rows, work=work, files_crc32=files_crc32(segments))
 
     def column(self, name: str) -> schema.ColumnSpec:
         return next(spec for spec in self.columns if spec.name == name)
@@ -173,8 +177,8 @@ class Manifest:
 
     @property
     def made_with(self) -> dict:
-        """`job` without entries that may differ for the same data: `input_uri`, `online`, `raw_row_bytes`."""
-        return {name: value for name, value in self.job.items() if name not in ("input_uri", "online", "raw_row_bytes")}
+        """`job` without entries that may differ for the same data (`VARYING`)."""
+        return {name: value for name, value in self.job.items() if name not in VARYING}
 
     @property
     def row_bytes(self) -> int:
@@ -187,13 +191,15 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, values: dict) -> Manifest:
-        """Raises ValueError for a schema version that this code does not read."""
-        if values.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(
-                f"These latents have schema version {values.get('schema_version')!r}, this code reads {SCHEMA_VERSION}:"
-                " encode the data again with Preprocessing.ipynb, into another latents_uri."
-            )
         return cls(**{**values, "columns": [schema.ColumnSpec(**spec) for spec in values["columns"]]})
+
+
+def files_crc32(segments: list[dict]) -> int:
+    """A checksum of the names and row groups of the segments' files."""
+    crc = 0
+    for file in (file for segment in segments for file in segment["files"]):
+        crc = zlib.crc32(json.dumps([file["name"], file["row_groups"]]).encode(), crc)
+    return crc
 
 
 def add_up(counts: Iterable[dict[str, int]]) -> dict[str, int]:
@@ -207,101 +213,42 @@ def encode_embedding(array: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(array, dtype=schema.DTYPE).tobytes()).decode()
 
 
-class RowRange(NamedTuple):
-    """Consecutive rows of one row group of a file.
-
-    `file`: the file's number in `Files`. `caption`: the number, from 1, of the caption that the rows use.
-    """
-
-    file_name: str
-    row_group: int
-    first_row: int
-    num_rows: int
-    file: int
-    caption: int = 1
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Files:
-    """The row groups of a data set, numbered through all of its files.
-
-    Args:
-        uri: the data set's folder, as `latents_uri`.
-        names: Parquet files, relative to its `data/` folder.
-        group_rows: (row groups,) int32: rows in each.
-        first_group: (files + 1,) number of each file's first row group; the last entry is the number of all row groups.
-        bucket_names: the buckets.
-        group_buckets: (row groups,) the number in `bucket_names` of each row group's bucket.
-        ids: (files,) the files' ids; "" for raw files, which have none.
-    """
-
-    uri: str
-    names: pa.StringArray  # as an Arrow array, which a node's processes share in Ray's object store
-    group_rows: np.ndarray
-    first_group: np.ndarray
-    bucket_names: list[str]
-    group_buckets: np.ndarray
-    ids: pa.StringArray
-
-    @classmethod
-    def of(cls, uri: str, files: list[dict]) -> Files:
-        """The row groups of these files. `files`: the "files" of all segments in `files.json`, in order."""
-        bucket_names = sorted({bucket for file in files for bucket in file["buckets"]})
-        numbers = {bucket: number for number, bucket in enumerate(bucket_names)}
-        bucket_runs = [(numbers[bucket], count) for file in files for bucket, count in file["buckets"].items()]
-        bucket_runs = np.array(bucket_runs, dtype=np.int64).reshape(-1, 2)
-        return cls(
-            uri,
-            pa.array([file["name"] for file in files], pa.string()),
-            np.fromiter((rows for file in files for rows in file["row_groups"]), dtype=np.int32),
-            np.cumsum([0, *(len(file["row_groups"]) for file in files)]),
-            bucket_names,
-            np.repeat(bucket_runs[:, 0].astype(np.int16), bucket_runs[:, 1]),
-            pa.array([file.get("file_id", "") for file in files], pa.string()),
-        )
-
-    def groups_of(self, bucket: str) -> np.ndarray:
-        """The row groups of a bucket."""
-        number = self.bucket_names.index(bucket) if bucket in self.bucket_names else -1
-        return np.flatnonzero(self.group_buckets == number).astype(np.int32)
-
-    def row_range(self, group: int, first_row: int, num_rows: int) -> RowRange:
-        """Rows of row group number `group`."""
-        file = int(np.searchsorted(self.first_group, group, side="right")) - 1
-        name, number = self.names[file].as_py(), int(group - self.first_group[file])
-        return RowRange(name, number, int(first_row), int(num_rows), file)
-
-    def groups_in(self, file: int) -> np.ndarray:
-        """The rows of each row group of file number `file`."""
-        return self.group_rows[self.first_group[file] : self.first_group[file + 1]]
-
-
 def write_manifest(latents_uri: str, manifest: Manifest, segments: list[dict]) -> None:
     """Write both files, `manifest.json` last."""
-    storage.write_text(storage.join(latents_uri, FILES), json.dumps(segments))
+    storage.write_json(storage.join(latents_uri, FILES), segments, indent=None)
     storage.write_json(storage.join(latents_uri, MANIFEST), dataclasses.asdict(manifest))
 
 
 def read_manifest(latents_uri: str) -> Manifest:
-    """The manifest of a finished job. Raises FileNotFoundError or DamagedFile that says how to make one."""
+    """The manifest of a finished job.
+
+    Raises FileNotFoundError or DamagedFile that says how to make one, and ValueError for a schema version that this
+    code does not read.
+    """
+    uri = storage.join(latents_uri, MANIFEST)
     try:
-        return Manifest.from_dict(storage.read_json(storage.join(latents_uri, MANIFEST), MADE_AGAIN))
+        version = storage.read_json(uri, MADE_AGAIN).get("schema_version")
+        if version == SCHEMA_VERSION:
+            return Manifest.from_dict(storage.read_json(uri, MADE_AGAIN, shape=SHAPE))
+        raise ValueError(
+            f"The latents of {storage.shown(uri)} have schema version {version!r}, this code reads {SCHEMA_VERSION}: "
+            "encode the data again with Preprocessing.ipynb, into another latents_uri."
+        )
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"No latents at latents_uri={latents_uri!r} (no {MANIFEST} there): make them first with "
-            f"`papermill Preprocessing.ipynb - -p latents_uri {latents_uri} > /dev/null`, or by running "
+            f"No latents at latents_uri={storage.shown(latents_uri)!r} (no {MANIFEST} there): make them first with "
+            f"`papermill Preprocessing.ipynb - -p latents_uri {storage.shown(latents_uri)} > /dev/null`, or by running "
             "Preprocessing.ipynb."
         ) from None
 
 
 def read_segments(latents_uri: str) -> list[dict]:
-    """The segments of a finished job, in order."""
-    return storage.read_json(storage.join(latents_uri, FILES), MADE_AGAIN)
-
-
-def read_files(latents_uri: str) -> Files:
-    """The files of a finished job, in the order of its segments."""
-    return Files.of(latents_uri, [file for segment in read_segments(latents_uri) for file in segment["files"]])
+    """The segments of a finished job, in order. Raises DamagedFile if they are not those that the manifest counts."""
+    uri = storage.join(latents_uri, FILES)
+    segments = storage.read_json(uri, MADE_AGAIN, shape=FILES_SHAPE)
+    if files_crc32(segments) != read_manifest(latents_uri).files_crc32:
+        raise storage.DamagedFile(f"{storage.shown(uri)} does not list the files that {MANIFEST} counts: {MADE_AGAIN}.")
+    return segments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +277,3 @@ class DataSets:
     def row_bytes(self) -> int:
         """Bytes of the largest row on its way to the trainers."""
         return max(manifest.row_bytes for manifest in self.manifests.values())
-
-    def read_files(self) -> dict[str, Files]:
-        """URI -> files. For large data sets this takes minutes and gigabytes."""
-        return {uri: read_files(uri) for uri in self.manifests}

@@ -21,6 +21,7 @@ from .. import storage
 from . import schema
 
 FILE_ID = "file_id"  # in a file's key-value metadata
+MEND = "restore the file from a copy, or encode the data again into another latents_uri"
 
 
 class PlainParquetFile:

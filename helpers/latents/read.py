@@ -30,9 +30,8 @@ from ray.actor import ActorHandle
 
 from .. import storage
 from . import schema
-from .manifest import MEND, Files, RowRange, read_files, read_manifest
-from .parquet import PlainParquetFile, file_id, open_parquet
-from .plan import EpochOrder, Plan, Source
+from .order import EpochOrder, Files, Plan, RowRange, Source
+from .parquet import MEND, PlainParquetFile, file_id, open_parquet
 
 UNIT, KEEP = "unit", "keep"
 CAPTION_COLUMNS = (schema.CAPTION, schema.EMBEDDINGS)  # stored once for each of a row's captions
@@ -40,7 +39,7 @@ CAPTION_COLUMNS = (schema.CAPTION, schema.EMBEDDINGS)  # stored once for each of
 # small compared with BACKPRESSURE_BYTES read in parallel.
 CHUNKS_PER_TASK, CHUNKS_AHEAD = 4, 2
 OWN_ORDER = 2**20  # row groups up to which each reading process computes their order itself, 12 bytes each
-READ_THREADS, ATTEMPTS = 32, 3  # concurrent requests of a process; how often a read that fails is tried
+READ_THREADS = 32  # concurrent requests of a process
 # Ray Data lists tasks before the first one starts, at about a millisecond each, and holds what a task gets, some 7 kB,
 # until it starts. The tasks of longer plans are made on the way, this many at a time.
 LISTED_TASKS = 2_000
@@ -320,13 +319,8 @@ def threads(name: str, count: int = READ_THREADS) -> ThreadPoolExecutor:
 
 
 def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
-    """What `read()` returns; it is called again after an OSError. Raises the error of attempt number `ATTEMPTS`."""
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            return read()
-        except OSError:
-            if attempt == ATTEMPTS:
-                raise
+    """What `read()` returns; after an OSError it is called again, three times in all."""
+    return storage.retry(read, pauses=(0, 0))
 
 
 def latents_reader(plan: Plan, is_excluded: IsExcluded | None = None) -> ReadRows:
@@ -380,15 +374,6 @@ def check_file(file: PlainParquetFile, files: Files, number: int) -> None:
     groups = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
     if (file_id(file), groups) != planned:
         raise ValueError(f"{file.uri} is not the file that was encoded under this name: {MEND}.")
-
-
-def example_rows(latents_uri: str, num_rows: int) -> pa.Table:
-    """The first rows of a finished job, with all columns of its latents files."""
-    manifest, files = read_manifest(latents_uri), read_files(latents_uri)
-    columns = schema.latents_schema(pa.type_for_alias(manifest.id_type), manifest.columns).names
-    num_groups = 1 + np.searchsorted(np.cumsum(files.group_rows), num_rows)
-    ranges = [files.row_range(group, 0, rows) for group, rows in enumerate(files.group_rows[:num_groups])]
-    return read_row_ranges(ranges, columns, files)[:num_rows]
 
 
 def take(column: pa.ChunkedArray, rows: np.ndarray) -> pa.Array | pa.ChunkedArray:

@@ -49,16 +49,6 @@ def numbers(column: str, names: Iterable[str]) -> range:
     return range(1, 1 + sum(bool(re.fullmatch(rf"{column}(_\d+)?", name)) for name in names))
 
 
-def choose_captions(rows: pa.Table, numbers_B: np.ndarray) -> pa.Table:
-    """Rows with several captions -> rows with one each: that of number `numbers_B`, from 1."""
-    for column in (CAPTION, CAPTION_IDS, EMBEDDINGS):
-        names = [numbered(column, number) for number in numbers(column, rows.column_names)]
-        if len(names) > 1:
-            chosen = pc.choose(pa.array(numbers_B - 1), *(one_array(rows[name]) for name in names))
-            rows = rows.drop_columns(names[1:]).set_column(rows.column_names.index(column), column, chosen)
-    return rows
-
-
 def bucket_name(columns: Iterable[str], held_out: bool) -> str:
     """The bucket of rows that have latents in exactly these columns, such as "32+64" or "held out 80x48"."""
     return (HELD_OUT if held_out else "") + "+".join(column.removeprefix(f"{LATENTS}_") for column in columns)

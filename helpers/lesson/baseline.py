@@ -20,7 +20,7 @@ import pyarrow as pa
 import ray.train.torch
 import torch
 
-from .. import distributed, notebook
+from .. import distributed
 from ..config import TrainingConfig
 from ..encode import encoder, prepare
 from ..latents import schema
@@ -29,6 +29,7 @@ from ..latents.plan import Plan, load_plan
 from ..latents.read import KEEP, ChunkReader, ReadRows, split_units
 from ..online import encode as online
 from ..online.config import OnlineConfig
+from ..production import monitor
 from ..train import run_folder, source
 from ..train.step import TrainStep, Unit
 
@@ -193,7 +194,7 @@ def profile(
     watch = Stopwatch(device)
     encode, train_step = DeviceEncoder(raw, device), TrainStep(short, manifest, device, watch)
     memory = []
-    with notebook.poll_in_background(lambda: memory.append((time.perf_counter(), watch.memory())), every=0.002):
+    with monitor.poll_in_background(lambda: memory.append((time.perf_counter(), watch.memory())), every=0.002):
         for step in range(short.max_steps):
             watch.step = step
             with watch("data"):

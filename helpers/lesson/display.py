@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import html
-import io
 import os
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -21,11 +19,10 @@ from PIL import Image
 from .. import sample, storage
 from ..config import PreprocessingConfig, TrainingConfig, check_names
 from ..encode import stages
-from ..encode.captions import count_tokens, load_tokenizer
+from ..encode.captions import load_tokenizer
 from ..latents import held_out, schema
 from ..latents.manifest import DataSets, Manifest, read_manifest
 from ..latents.parquet import read_parquet
-from ..latents.read import example_rows
 from ..online.config import OnlineConfig
 from ..production.extras import scores
 from ..production.readers import detect
@@ -93,7 +90,8 @@ def dataset_stats(
     rows = inputs.to_raw_rows(random_rows(config, num_rows, seed), config)
     captions = [caption or "" for caption in rows[inputs.CAPTION].to_pylist()]
     sizes = [picture_size(data) or (None, None) for data in rows[inputs.IMAGE].to_pylist()]
-    tokens = count_tokens(captions, load_tokenizer(config.model_of("text_encoder")))
+    tokenizer = load_tokenizer(config.model_of("text_encoder"))
+    tokens = [len(ids) for ids in tokenizer(captions, truncation=False, verbose=False)["input_ids"]]
     frame = pd.DataFrame(sizes, columns=["width", "height"], dtype=float)
     frame.insert(0, "tokens", tokens)
     shown = good_rows(rows, config, 12)
@@ -138,14 +136,10 @@ def preview(config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str,
 
 
 def picture_size(data: bytes | None) -> tuple[int, int] | None:
-    """(width, height) from the header of encoded bytes, before EXIF orientation; None if they are not an image."""
-    if not data:
-        return None
+    """(width, height) from the header of encoded bytes, upright; None if they are not an image."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return Image.open(io.BytesIO(data), formats=images.FORMATS).size
-    except Exception:  # Pillow's parsers raise exceptions of many types; `images.decode` gives the reason
+        return images.upright_size(images.open_image(data))
+    except images.BadImage:
         return None
 
 
@@ -224,8 +218,7 @@ def random_rows(config: PreprocessingConfig, num_rows: int, seed: int = 0) -> pa
             tables += [inputs.with_path(table, path) for table in sample_file(path, config, num_each, random)]
     rows = detect.join_alike(tables)
     rows = rows.take(random.permutation(len(rows))[:num_rows])
-    expression = filters.parse_filter(config.row_filter)
-    kept = rows if expression is None else rows.filter(expression.to_pyarrow())
+    kept = rows.filter(pa.array(filters.kept_rows(rows, config.row_filter)))
     if len(kept) == 0 and len(rows):
         print(f"row_filter={config.row_filter!r} leaves none of {len(rows):,} random rows: they are shown without it.")
         return rows
@@ -280,7 +273,7 @@ def held_out_pictures(training: TrainingConfig) -> tuple[list[np.ndarray], list[
     manifest = DataSets.open(training.proportions).first
     rows = held_out.of_run(training.run_uri, training.proportions, training.largest_resolution)
     if rows is None:
-        rows = example_rows(next(iter(training.proportions)), held_out.NUM_ROWS)
+        rows = held_out.example_rows(next(iter(training.proportions)), held_out.NUM_ROWS)
     pictures, captions = [], []
     for spec in manifest.latents_at(training.largest_resolution):
         moments, is_there = spec.decode(rows[spec.name])
@@ -294,7 +287,7 @@ def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
     uri = next(iter(training.proportions))
     raw = read_manifest(uri).online
     if raw is None:
-        return example_rows(uri, num_rows)[schema.CAPTION].to_pylist()
+        return held_out.example_rows(uri, num_rows)[schema.CAPTION].to_pylist()
     config = OnlineConfig(**raw)
     rows = detect.first_rows(config, num_rows)
     return [captions[0] for captions in inputs.captions_of(rows, config) if not inputs.text_reason(0, captions[0])]

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from .. import notebook, storage
+from .. import storage
 from ..config import TrainingConfig
+from ..production import monitor
 from ..train import metrics
 
 
@@ -39,5 +40,5 @@ def inject_worker_failure(config: TrainingConfig, rank: int, at_step: int) -> It
             kill(worker["node_id"], worker["pid"])
             return True
 
-    with notebook.poll_in_background(kill_when_reached, every=0.05):
+    with monitor.poll_in_background(kill_when_reached, every=0.05):
         yield

@@ -533,7 +533,7 @@ def read_evaluated_images(run_uri: str) -> dict[int, dict[str, np.ndarray]]:
         if storage.exists(prompts):
             found[int(storage.name(folder))] = {
                 prompt: results.read_png(storage.join(folder, f"{number:02d}.png"))
-                for number, prompt in enumerate(storage.read_json(prompts))
+                for number, prompt in enumerate(storage.read_json(prompts, shape=list))
             }
     return found
 

@@ -12,10 +12,12 @@ import contextlib
 import dataclasses
 import functools
 import json
+import tempfile
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import diffusers
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -26,11 +28,12 @@ from ray.data import ActorPoolStrategy
 from .. import cluster, storage
 from ..config import refuse_change
 from ..encode import encoder
-from ..encode.models import pin_model
+from ..encode.models import model_folder, pin_model
 from ..latents import schema
 from ..latents.parquet import read_parquet, write_table
+from ..production.checks.cluster import check_shared
 from ..production.extras import scores
-from ..sample import generate, load_pipeline, to_png
+from ..sample import generate, to_png
 
 PARTS, JOB = "parts", "job.json"
 # Columns of a part.
@@ -69,6 +72,22 @@ class Placement:
     gpus_per_generator: float = 0
     accelerator_type: str | None = None
     batch_size: int = 32  # images per pass of the pipeline
+
+
+def load_pipeline(model: str, dtype: torch.dtype = torch.float32) -> diffusers.DiffusionPipeline:
+    """A pipeline from a folder, a URI or a hub id, without its safety checker."""
+    with contextlib.ExitStack() as stack:
+        if "://" in model:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            storage.copy_folder(model, folder)
+            model = folder
+        folder = model_folder(model, "model_index.json", "*/*")
+        options = {"dtype": dtype, "use_safetensors": True}
+        if "safety_checker" in diffusers.DiffusionPipeline.load_config(folder):
+            options["safety_checker"] = None
+        loaded = diffusers.DiffusionPipeline.from_pretrained(folder, **options)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
 
 
 class GenerationJob:
@@ -168,7 +187,7 @@ def generate_all(
     made, total = 0, sum(len(job.prompts) for job in jobs)
     already = total - sum(len(part["prompts"]) for part in parts)
     for job in jobs:
-        cluster.check_shared(job.uri, "uri")
+        check_shared(job.uri, "uri")
         storage.write_json(storage.join(job.uri, JOB), job.values)
     if not parts:
         return 0

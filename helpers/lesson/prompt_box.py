@@ -12,7 +12,8 @@ import numpy as np
 
 from .. import storage
 from ..config import TrainingConfig
-from ..sample import generate, load_pipeline
+from ..sample import generate
+from .generation import load_pipeline
 from .side_by_side import enlarged_png
 
 

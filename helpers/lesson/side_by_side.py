@@ -25,7 +25,8 @@ import pandas as pd
 import torch
 
 from .. import storage
-from ..sample import generate, load_pipeline, to_png
+from ..sample import generate, to_png
+from .generation import load_pipeline
 
 QUESTIONS = {"quality": "Which image is better?", "alignment": "Which fits the prompt better?"}
 NO_PREFERENCE = "no preference"

@@ -1,16 +1,16 @@
 """The parameters of the online notebook's raw data and encoding. No Ray, no torch."""
 
-from ..config import Crop, OptionalText, PreprocessingConfig, Switch, checked, fixes_latents, fixes_rows
+from ..config import Crop, Name, PreprocessingConfig, checked, fixes_latents, fixes_rows
 
 
 @checked
 class OnlineConfig(PreprocessingConfig):
     """Raw images and captions that are encoded on the way to the trainers, cropped and flipped anew in each epoch."""
 
-    width_column: OptionalText = fixes_rows(None, "column of widths in pixels; with both, sizes are known in advance")
-    height_column: OptionalText = fixes_rows(None, "column of heights in pixels")
+    width_column: Name | None = fixes_rows(None, "column of widths in pixels; with both, sizes are known in advance")
+    height_column: Name | None = fixes_rows(None, "column of heights in pixels")
     random_crop: Crop = fixes_latents(1.0, "smallest crop, as a share of the largest square; 1: always the centre crop")
-    horizontal_flip: Switch = fixes_latents(False, "mirroring of half the images; not if captions say left and right")
+    horizontal_flip: bool = fixes_latents(False, "mirroring of half the images; not if captions say left and right")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,8 +24,9 @@ import ray
 from .. import storage
 from ..encode import stages
 from ..latents import schema
-from ..latents.manifest import RowRange, read_manifest
-from ..latents.plan import CHUNK_BYTES, Plan, Source, draw_caption
+from ..latents.manifest import read_manifest
+from ..latents.order import Plan, RowRange, Source, draw_caption
+from ..latents.plan import CHUNK_BYTES
 from ..latents.read import KEEP, UNIT, build_dataset
 from ..raw import images, inputs
 from . import index
@@ -95,9 +96,16 @@ def transform_for_epoch(
     shapes = [sizes[column] for column in rows[SHAPE].to_pylist()]
     errors = pc.if_else(pa.array(is_used), rows[inputs.ERROR], PADS)
     raw = rows.set_column(rows.column_names.index(inputs.ERROR), inputs.ERROR, errors)
-    raw = schema.choose_captions(raw, numbers)
+    raw = choose_captions(raw, numbers)
     done = stages.transform(raw, config=config, crops=crops, shapes=shapes, **options)
     return done.append_column(UNIT, rows[UNIT]).append_column(KEEP, pa.array(is_used))
+
+
+def choose_captions(rows: pa.Table, numbers_B: np.ndarray) -> pa.Table:
+    """Raw rows with several captions -> raw rows with one each: that of number `numbers_B`, from 1."""
+    names = [schema.numbered(inputs.CAPTION, number) for number in schema.numbers(inputs.CAPTION, rows.column_names)]
+    chosen = pc.choose(pa.array(numbers_B - 1), *(schema.one_array(rows[name]) for name in names))
+    return rows.drop_columns(names).append_column(inputs.CAPTION, chosen)
 
 
 def augment_crop(row_id: int | str, epoch: int, config: OnlineConfig, seed: int) -> images.Crop:
@@ -108,3 +116,13 @@ def augment_crop(row_id: int | str, epoch: int, config: OnlineConfig, seed: int)
     seeds = seed, epoch, zlib.crc32(str(row_id).encode())
     options = {"smallest": config.random_crop, "may_mirror": config.horizontal_flip}
     return functools.partial(images.random_crop, seeds=seeds, **options)
+
+
+def choose_captions(rows: pa.Table, numbers_B: np.ndarray) -> pa.Table:
+    """Rows with several captions -> rows with one each: that of number `numbers_B`, from 1."""
+    for column in (schema.CAPTION, schema.CAPTION_IDS, schema.EMBEDDINGS):
+        names = [schema.numbered(column, number) for number in schema.numbers(column, rows.column_names)]
+        if len(names) > 1:
+            chosen = pc.choose(pa.array(numbers_B - 1), *(schema.one_array(rows[name]) for name in names))
+            rows = rows.drop_columns(names[1:]).set_column(rows.column_names.index(column), column, chosen)
+    return rows

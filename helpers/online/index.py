@@ -7,7 +7,7 @@ image is assumed to reach all sizes.
 Each raw file gets a small Parquet file under `{index}/{key}/`. It lists the rows that are used, sorted by bucket
 (`manifest.Manifest`) and position, and split into row groups: those of a Parquet file, or 64 consecutive rows in other
 formats. The epoch plan shuffles these row groups. The key is a hash of the input files and of all parameters that
-affect the index.
+affect the index, then "-" and a checksum of the times at which the files were written.
 
 Later, an image is decoded only if its row is used. The other images of its Parquet row group are read too, because a
 row group can only be read whole.
@@ -21,6 +21,7 @@ import functools
 import hashlib
 import itertools
 import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ import ray
 
 from .. import cluster, storage
 from ..latents import schema
-from ..latents.manifest import RowRange
+from ..latents.order import RowRange
 from ..latents.parquet import read_parquet, write_table
 from ..raw import filters, images, inputs, readers
 from ..raw.readers import GROUP, ROW
@@ -49,15 +50,17 @@ def build_index(
     """`(key, one report per file)` of the index. It is built unless it exists: by a Ray Data job, or here without Ray.
 
     A killed job resumes with the missing files. A report has the file's "name"; its rows "read", "filtered" and, by
-    reason, "rejected"; the rows of its "largest" Parquet row group; the rows of each of its "row_groups" in the index;
-    and for each bucket, in order, the number of row groups ("buckets") and of rows ("rows").
+    reason, "rejected"; the rows of its "largest" Parquet row group; a checksum of its ids and captions ("rows_crc32");
+    the rows of each of its "row_groups" in the index; and for each bucket, in order, the number of row groups
+    ("buckets") and of rows ("rows").
     """
     made_of = {**config.fixed("rows"), "validation_share": validation_share}
     made_of |= {"listing": sorted(listing.items()), "version": 1}
-    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
+    written = inputs.checksum(inputs.modified(listing, config))
+    key = f"{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}-{written:08x}"
     uri = storage.join(index_uri, key)
     with contextlib.suppress(FileNotFoundError, storage.DamagedFile):  # made again from the files of the index
-        return key, storage.read_json(storage.join(uri, REPORT))
+        return key, storage.read_json(storage.join(uri, REPORT), shape=[dict])
     limits = dict.fromkeys(paths, -1)
     if config.limit is not None:
         limits = {path: taken or 0 for path, taken, _ in inputs.rows_to_read(paths, config)}
@@ -71,7 +74,7 @@ def build_index(
         done = map(index_row, files)
     reports = {row["path"]: json.loads(row["report"]) for row in done}
     reports = [reports[path] for path in limits]  # tasks end in any order
-    storage.write_text(storage.join(uri, REPORT), json.dumps(reports))
+    storage.write_json(storage.join(uri, REPORT), reports, indent=None)
     return key, reports
 
 
@@ -83,11 +86,11 @@ def as_row(file: dict[str, Any], **options: Any) -> dict[str, str]:
 def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share: float, uri: str) -> dict:
     """A file's report; its index is written unless it exists. `limit`: rows to take from the file, -1 for all."""
     name = inputs.name_of(path, config)
-    target = storage.join(uri, f"{name}.parquet")
+    target = index_uri_of(uri, name)
     if storage.exists(target):
         return read_report(read_index(target))
     reader, filtered = inputs.reader(config), filters.filter_columns(config.row_filter)
-    columns = inputs.stored([config.id_column, *config.caption_columns, *filtered, *inputs.size_columns(config)])
+    columns = inputs.stored([config.id_column, *inputs.caption_names(config), *filtered, *inputs.size_columns(config)])
     report = {"name": name, "read": 0, "filtered": 0, "rejected": {}, "largest": 0}
     used, rejects = [], []
     try:
@@ -105,23 +108,29 @@ def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share:
         report["read"] += len(rows)
         report["filtered"] += int(np.count_nonzero(~kept))
         rows = rows.filter(pa.array(kept))
-        buckets, reasons, ids = assess(rows, config, validation_share)
+        buckets, reasons, ids, captions = assess(rows, config, validation_share)
+        texts = json.dumps([ids.to_pylist(), captions], default=str)
+        report["rows_crc32"] = zlib.crc32(texts.encode(), report.get("rows_crc32", 0))
         is_good = pc.equal(reasons, "")
         sources = inputs.source_names(rows[inputs.PATH], config)
         found = pa.table([ids, reasons, sources], [schema.ID, schema.REASON, schema.SOURCE])
         rejects.append(found.filter(pc.invert(is_good)))
-        not_needed = [*columns, inputs.PATH, *[inputs.ROW_NUMBER] * (config.id_column != inputs.ROW_NUMBER)]
-        used.append(rows.drop_columns(not_needed).append_column("bucket", buckets).filter(is_good))
+        used.append(rows.drop_columns([*columns, inputs.PATH]).append_column("bucket", buckets).filter(is_good))
         if report["read"] == limit:
             break
     if rejects and (found := pa.concat_tables(rejects)):
         report["rejected"] = dict(sorted(collections.Counter(found[schema.REASON].to_pylist()).items()))
-        write_table(storage.join(f"{uri}-{REJECTS}", f"{name}.parquet"), found)
+        write_table(index_uri_of(f"{uri}-{REJECTS}", name), found)
     none = pa.table({"bucket": pa.array([], pa.string())})
     table, groups = sort_by_bucket(pa.concat_tables(used or [none]))
     report |= groups
     write_table(target, table.replace_schema_metadata({"report": json.dumps(report)}))
     return report
+
+
+def index_uri_of(uri: str, name: str) -> str:
+    """Where the index of a raw file lies. `name`: its path below the input's folder."""
+    return storage.join(uri, f"{storage.short_name(name)}.parquet")
 
 
 read_index = functools.lru_cache(maxsize=32)(read_parquet)
@@ -131,19 +140,20 @@ def read_report(index: pa.Table) -> dict:
     return json.loads(index.schema.metadata[b"report"])
 
 
-def assess(rows: pa.Table, config: OnlineConfig, validation_share: float) -> tuple[pa.Array, pa.Array, pa.Array]:
-    """`(bucket, why the row cannot be used or "", id)` of each row, from its columns alone."""
-    ids = inputs.ids_of(rows, config)
-    captions = [of_row[0] for of_row in inputs.captions_of(rows, config)]
+def assess(
+    rows: pa.Table, config: OnlineConfig, validation_share: float
+) -> tuple[pa.Array, pa.Array, pa.Array, list[list[str | None]]]:
+    """`(bucket, why the row cannot be used or "", id, captions)` of each row, from its columns alone."""
+    ids, captions = inputs.ids_of(rows, config, pa.string()), inputs.captions_of(rows, config)
     held_out_B = schema.held_out_mask(ids.to_pylist(), validation_share)
     names = inputs.size_columns(config)
     sizes = zip(*(rows[name].to_pylist() for name in names), strict=True) if names else [None] * len(rows)
     buckets, reasons = [], []
-    for row_id, caption, size, is_held_out in zip(ids.to_pylist(), captions, sizes, held_out_B, strict=True):
+    for row_id, (caption, *_), size, is_held_out in zip(ids.to_pylist(), captions, sizes, held_out_B, strict=True):
         columns, reason = columns_of(size, config)
         buckets.append(schema.bucket_name(columns, is_held_out))
         reasons.append(inputs.text_reason(row_id, caption) or reason)
-    return pa.array(buckets, pa.string()), pa.array(reasons, pa.string()), ids
+    return pa.array(buckets, pa.string()), pa.array(reasons, pa.string()), ids, captions
 
 
 def columns_of(size: tuple | None, config: OnlineConfig) -> tuple[list[str], str]:
@@ -192,12 +202,12 @@ def read_indexed_rows(
 
     A range's file is one of the index, `{key}/{name}`. `read_group`: reads a Parquet row group in place of the reader.
     """
-    columns = inputs.stored([config.id_column, *config.caption_columns, config.image_column])
-    names = tuple(columns), tuple(set(config.caption_columns) - {config.id_column, config.image_column})
+    columns = inputs.stored([config.id_column, *inputs.caption_names(config), config.image_column])
+    names = tuple(columns), tuple(set(inputs.caption_names(config)) - {config.id_column, config.image_column})
     folder, tables = inputs.base_folder(config.data_uri), [None] * len(ranges)
     for file_name in dict.fromkeys(one.file_name for one in ranges):
-        path = f"{folder}/{file_name.partition('/')[2]}"
-        index = read_index(storage.join(index_uri, f"{file_name}.parquet"))
+        key, _, name = file_name.partition("/")
+        path, index = f"{folder}/{name}", read_index(index_uri_of(storage.join(index_uri, key), name))
         first_rows = np.cumsum([0, *read_report(index)["row_groups"]]).tolist()
         positions = [position for position, one in enumerate(ranges) if one.file_name == file_name]
         pieces = [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import zlib
 from collections.abc import Callable
 
 import pyarrow as pa
@@ -12,9 +14,10 @@ import torch
 from .. import storage
 from ..config import TrainingConfig, first_difference
 from ..encode import encoder, prepare, stages
-from ..encode.job import Segment, segment_entry
+from ..encode.job import Segment, check_rows, finished_manifest, segment_entry
 from ..latents import held_out
-from ..latents.manifest import Manifest, add_up, read_files, read_manifest, read_segments, write_manifest
+from ..latents.manifest import Manifest, add_up, read_segments, write_manifest
+from ..latents.plan import read_files
 from ..raw import inputs
 from . import index
 from .config import OnlineConfig
@@ -38,16 +41,17 @@ def prepare_run(
         transform: `stages.transform`, or a partial of it, for the held-out rows.
     """
     uri, share = training.latents_uri, training.validation_share
-    earlier = read_if_there(uri)
+    earlier = finished_manifest(uri)
     config = prepare.derive(config, earlier and earlier.encoder)
     paths, listing = inputs.list_inputs(config)
     parameters, description = prepare.describe_input(config, paths, listing), prepare.describe_encoder(config)
     with guard or contextlib.nullcontext():
         key, reports = index.build_index(storage.join(uri, INDEX), paths, listing, config, share)
+        if earlier:
+            key = keep_index(read_segments(uri)[0], key, reports)
         segment = segment_of(key, reports)
-        if segment["read"] == 0:
-            raise ValueError(f"The input holds no rows ({len(paths)} files): give other data.")
-        row_bytes, largest = sum(listing.values()) / segment["read"], max(report["largest"] for report in reports)
+        row_bytes = sum(listing.values()) / max(1, segment["read"])
+        largest = max(report["largest"] for report in reports)
         pixel_bytes = max(3 * width * height for shapes in config.shapes.values() for width, height in shapes)
         job = {
             **parameters,
@@ -58,21 +62,14 @@ def prepare_run(
         }
         resolutions, id_type = list(config.resolutions), parameters["id_type"]
         manifest = Manifest.of([segment], **description, resolutions=resolutions, id_type=id_type, job=job)
+        check_rows(manifest, config, "start again")
         validation_uri = storage.join(uri, held_out.FOLDER)
-        if not is_same_data(read_if_there(uri), manifest):
+        if not is_same_data(finished_manifest(uri), manifest):
             storage.delete(validation_uri)
             write_manifest(uri, manifest, [segment])
-        if share and read_if_there(validation_uri) is None:
+        if share and finished_manifest(validation_uri) is None:
             write_validation(manifest, config, training, transform)
     return manifest, config
-
-
-def read_if_there(latents_uri: str) -> Manifest | None:
-    """The manifest of a folder; None if it has none, or one that is damaged and has to be written again."""
-    try:
-        return read_segments(latents_uri) and read_manifest(latents_uri)
-    except (FileNotFoundError, storage.DamagedFile):
-        return None
 
 
 def is_same_data(earlier: Manifest | None, manifest: Manifest) -> bool:
@@ -98,8 +95,26 @@ def segment_of(key: str, reports: list[dict]) -> dict:
     counts = {name: sum(report[name] for report in reports) for name in ("read", "filtered")}
     buckets, rejected = (add_up(report[name] for report in reports) for name in ("rows", "rejected"))
     counts |= {"written": sum(buckets.values()), "rejected": rejected, "buckets": buckets}
+    counts["rows_crc32"] = zlib.crc32(json.dumps([report.get("rows_crc32") for report in reports]).encode())
     unreadable = [report["name"] for report in reports if report.get("unreadable")]
     return {"index": 0, "files": files, "rejects": [], "unreadable": unreadable, **counts}
+
+
+def keep_index(before: dict, key: str, reports: list[dict]) -> str:
+    """The key of the index that the segment entry `before` lists, if the rows are the same; else `key`.
+
+    So a run goes on where its raw files have been copied anew. If their rows have changed, it does not.
+    """
+    earlier = before["files"][0]["name"].partition("/")[0] if before["files"] else key
+    same = segment_of(earlier, reports)
+    if earlier.partition("-")[0] != key.partition("-")[0] or any(same[name] != before[name] for name in before):
+        return key
+    if earlier != key:
+        print(
+            "Raw files were written again, with the ids and captions of before: index and held-out images stay. If "
+            "images have changed, give another storage."
+        )
+    return earlier
 
 
 def write_validation(

@@ -5,19 +5,24 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import sys
+import threading
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pandas as pd
 import ray.train
+from IPython import get_ipython
+from IPython.display import Image, display
 
 from .. import cluster, storage
 from ..config import TrainingConfig
 from ..latents.manifest import DataSets
-from ..notebook import Progress, interruptible, poll_in_background, with_interrupt_hint
+from ..notebook import Progress, interruptible, with_interrupt_hint
 from ..train import run_folder, start
 from ..train.extra import Extra
 from ..train.metrics import MetricsReader, read_metrics, throughput
@@ -27,11 +32,24 @@ from .extras import results, trackers
 
 
 @contextlib.contextmanager
-def raise_end(run_uri: str) -> Iterator[None]:
-    """`run_folder.raise_end`. If training fails otherwise, what Ray Train raises becomes a RuntimeError of one line."""
-    failed = "The same command resumes the run, which failed"
-    with run_folder.raise_end(run_uri), cluster.one_line_error(failed, ray.train.TrainingFailedError):
-        yield
+def poll_in_background(action: Callable[[], object], every: float) -> Iterator[None]:
+    """While the block runs, call `action()` in a thread every `every` seconds, until it returns True.
+
+    An exception in `action` is raised when the block ends.
+    """
+    stop = threading.Event()
+
+    def poll():
+        while not stop.wait(every) and not action():
+            pass
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        polling = pool.submit(poll)
+        try:
+            yield
+        finally:
+            stop.set()
+    polling.result()
 
 
 def print_if_finished(config: TrainingConfig, extras: dict[str, Extra] | None = None) -> bool:
@@ -54,17 +72,6 @@ def print_if_finished(config: TrainingConfig, extras: dict[str, Extra] | None = 
     return True
 
 
-class RunGuard:
-    """Takes the run's lease when it is first asked: a run that is refused leaves no folder."""
-
-    def __init__(self, config: TrainingConfig):
-        self.config = config
-
-    def check(self) -> None:
-        """Raises RuntimeError if another driver trains this run."""
-        hold(self.config).check()
-
-
 def hold(config: TrainingConfig) -> lease.Lease:
     return lease.hold(config.run_uri, f"run_name={config.run_name!r}")
 
@@ -74,7 +81,8 @@ def open_run(config: TrainingConfig) -> DataSets:
 
     Prints what the run will not use.
     """
-    data = start.open_run(config, training.ALL, RunGuard(config))
+    guard = types.SimpleNamespace(check=lambda: hold(config).check())  # a run that is refused leaves no folder
+    data = start.open_run(config, training.ALL, guard)
     for sentence in training.notes(config, data):
         print(sentence)
     return data
@@ -96,6 +104,7 @@ class RunDisplay:
         self.progress = Progress(f"run {storage.name(run_uri)}", "steps")
         self.metrics, self.evaluations = MetricsReader(run_uri), results.ResultsReader(run_uri)
         self.num_failures = len(run_folder.read_failures(run_uri))
+        self.images = None  # the display of an evaluation's images
         self.recent = pd.DataFrame()  # the metrics of the last 10,000 steps
 
     def update(self) -> None:
@@ -119,9 +128,19 @@ class RunDisplay:
             grid_uri = results.grid_uri(self.run_uri, step)
             if storage.exists(grid_uri):
                 values["evaluation"] = results.read_png(grid_uri)
-                self.progress.picture(storage.read_bytes(grid_uri), f"Images of prompts after step {step}")
+                self.show_images(grid_uri, f"Images of prompts after step {step}")
             if values:  # an evaluation that was skipped has none
                 self.track(step, values)
+
+    def show_images(self, uri: str, described: str) -> None:
+        """Show an evaluation's images below the line, in place of those before. `described`: their alternative text."""
+        if get_ipython() is None:
+            return
+        image = Image(storage.read_bytes(uri), format="png", alt=described)
+        if self.images is None:
+            self.images = display(image, display_id=True)
+        else:
+            self.images.update(image)
 
     def show_steps(self) -> None:
         new = self.metrics.read()
@@ -182,7 +201,8 @@ def monitor_run(config: TrainingConfig, extras: dict[str, Extra] | None = None, 
         stack.callback(poll)  # the last steps
         with (
             hold(config),
-            raise_end(config.run_uri),
+            run_folder.raise_end(config.run_uri),
+            cluster.one_line_error("The same command resumes the run, which failed", ray.train.TrainingFailedError),
             interruptible(),
             poll_in_background(poll, every),
         ):

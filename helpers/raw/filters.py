@@ -1,106 +1,127 @@
-"""`row_filter`: a text such as "width >= 256" -> a Ray Data expression. It is parsed, never evaluated."""
+"""`row_filter`: a text such as "width >= 256" that rows must satisfy. It is parsed, never evaluated as Python."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import itertools
-import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from ray.data.expressions import Expr, col
+import pyarrow.compute as pc
 
 COMPARISONS = {
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
+    ast.Lt: pc.less,
+    ast.LtE: pc.less_equal,
+    ast.Gt: pc.greater,
+    ast.GtE: pc.greater_equal,
+    ast.Eq: pc.equal,
+    ast.NotEq: pc.not_equal,
 }
-OPPOSITES = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+MAX_CHARACTERS, MAX_DEPTH = 10_000, 100
+MAX_SHOWN = 200  # characters of a text that an error repeats
 
 
-def parse_filter(text: str) -> Expr | None:
-    """`"aesthetic >= 4.5 and width >= 256"` -> a Ray Data expression; None for an empty text.
+def parse_filter(text: str) -> ast.expr | None:
+    """`"aesthetic >= 4.5 and width >= 256"` -> its tree; None for an empty text.
 
     The text compares columns with numbers or quoted texts; `and`, `or`, `not` and parentheses join the comparisons.
     Null and NaN satisfy no comparison, negated or not. Raises ValueError naming a part that is anything else.
     """
     if not text.strip():
         return None
-    try:
-        return _build(ast.parse(text.strip(), mode="eval").body, text)
-    except (SyntaxError, UnicodeError, RecursionError, MemoryError):
-        raise ValueError(
-            f"row_filter={text!r} is not an expression such as 'width >= 256 and height >= 256'."
-        ) from None
+    part = text[:MAX_SHOWN]
+    with contextlib.suppress(SyntaxError, UnicodeError, RecursionError, MemoryError):
+        if len(text) <= MAX_CHARACTERS:
+            tree = ast.parse(text.strip(), mode="eval").body
+            part = next(_wrong_parts(tree), None)
+            if part is None:
+                return tree
+    raise ValueError(
+        f"row_filter={text[:MAX_SHOWN]!r}: {part!r} is not a comparison of a column with a number or a quoted text, "
+        f"joined by and, or, not, as in 'width >= 256 and height >= 256', in at most {MAX_CHARACTERS:,} characters."
+    )
 
 
 def kept_rows(rows: pa.Table, text: str) -> np.ndarray:
-    """(B,) bool: the rows that a filter keeps."""
-    kept_B, expression = np.ones(len(rows), dtype=bool), parse_filter(text)
-    if expression is not None:
-        numbered = rows.append_column("row number", pa.array(range(len(rows)), pa.int64()))
-        kept_B[:] = False
-        kept_B[numbered.filter(expression.to_pyarrow())["row number"].to_numpy()] = True
-    return kept_B
+    """(B,) bool: the rows that a filter keeps. Raises `pa.ArrowException` for a column of another type."""
+    tree = parse_filter(text)
+    if tree is None:
+        return np.ones(len(rows), dtype=bool)
+    return pc.fill_null(_value(tree, rows), False).to_numpy()
 
 
 def filter_columns(text: str) -> list[str]:
-    """The columns that a filter names, in order."""
-    if parse_filter(text) is None:
-        return []
-    names = [node.id for node in ast.walk(ast.parse(text.strip(), mode="eval")) if isinstance(node, ast.Name)]
-    return list(dict.fromkeys(names))
+    """The columns that a filter names."""
+    return list(filter_types(text))
 
 
 def filter_types(text: str) -> dict[str, pa.DataType]:
     """{column: Arrow type} of a filter's columns: text if compared with a quoted text, else numbers."""
-    types = dict.fromkeys(filter_columns(text), pa.float64())
-    for node in ast.walk(ast.parse(text.strip(), mode="eval")) if types else ():
+    tree, types = parse_filter(text), {}
+    for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            if any(isinstance(side, ast.Constant) and isinstance(side.value, str) for side in sides):
-                types.update({side.id: pa.string() for side in sides if isinstance(side, ast.Name)})
+            is_text = any(isinstance(_constant(side), str) for side in _sides(node))
+            for name in [side.id for side in _sides(node) if isinstance(side, ast.Name)]:
+                types[name] = pa.string() if is_text else types.get(name, pa.float64())
     return types
 
 
-def _build(node, text, negated=False):
-    # `not` moves down to the comparisons, and "!=" becomes "< or >": then NaN satisfies none of them, like null. A
-    # negated comparison would be true for NaN, unless a row group is skipped by its statistics, which ignore NaN.
+def _wrong_parts(node: ast.expr, depth: int = 0) -> Iterator[str]:
+    """The parts that are no comparison. Raises RecursionError for a tree that is too deep to walk."""
+    if depth > MAX_DEPTH:
+        raise RecursionError
     if isinstance(node, ast.BoolOp):
-        join = operator.and_ if isinstance(node.op, ast.And) is not negated else operator.or_
-        return functools.reduce(join, [_build(value, text, negated) for value in node.values])
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return _build(node.operand, text, not negated)
-    if isinstance(node, ast.Compare) and all(type(op) in COMPARISONS for op in node.ops):
-        nodes = [node.left, *node.comparators]
-        sides = [_operand(side, text) for side in nodes]
-        if all(isinstance(left, ast.Name) or isinstance(right, ast.Name) for left, right in itertools.pairwise(nodes)):
-            kinds = [OPPOSITES[type(op)] if negated else type(op) for op in node.ops]
-            pairs = [_compare(kind, *pair) for kind, pair in zip(kinds, itertools.pairwise(sides), strict=True)]
-            return functools.reduce(operator.or_ if negated else operator.and_, pairs)
-    raise ValueError(
-        f"row_filter={text!r}: {ast.unparse(node)!r} is not a comparison of a column with a number or a text, joined "
-        "by and, or, not."
-    )
+        for value in node.values:
+            yield from _wrong_parts(value, depth + 1)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield from _wrong_parts(node.operand, depth + 1)
+    elif not _is_comparison(node):
+        yield ast.unparse(node)[:MAX_SHOWN]
 
 
-def _compare(kind, left, right):
-    if kind is ast.NotEq and not isinstance(left, bool) and not isinstance(right, bool):  # booleans have no order
-        return (left < right) | (left > right)
-    return COMPARISONS[kind](left, right)
+def _is_comparison(node: ast.expr) -> bool:
+    """Whether a node compares columns with columns, numbers or texts, and nothing else."""
+    if not isinstance(node, ast.Compare) or not all(type(op) in COMPARISONS for op in node.ops):
+        return False
+    is_column = [isinstance(side, ast.Name) for side in _sides(node)]
+    is_usable = [isinstance(_constant(side), (int, float, str)) for side in _sides(node)]
+    return all(map(max, is_column, is_usable)) and all(map(max, itertools.pairwise(is_column)))
 
 
-def _operand(node, text):
-    if isinstance(node, ast.Name):
-        return col(node.id)
+def _sides(node: ast.Compare) -> list[ast.expr]:
+    return [node.left, *node.comparators]
+
+
+def _constant(node: ast.expr) -> Any:
     try:
-        value = ast.literal_eval(node)  # evaluates only constants, which may have a sign
+        return ast.literal_eval(node)  # evaluates only constants, which may have a sign
     except (ValueError, TypeError):
-        value = None
-    if not isinstance(value, (int, float, str)):
-        raise ValueError(f"row_filter={text!r}: {ast.unparse(node)!r} is neither a column, a number nor a quoted text.")
-    return value
+        return None
+
+
+def _value(node: ast.expr, rows: pa.Table) -> pa.ChunkedArray:
+    """(B,) true, false or null (unknown), as in SQL."""
+    if isinstance(node, ast.BoolOp):
+        join = pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene
+        return functools.reduce(join, [_value(value, rows) for value in node.values])
+    if isinstance(node, ast.UnaryOp):
+        return pc.invert(_value(node.operand, rows))
+    sides = [rows[side.id] if isinstance(side, ast.Name) else pa.scalar(_constant(side)) for side in _sides(node)]
+    pairs = zip(node.ops, itertools.pairwise(sides), strict=True)
+    return functools.reduce(pc.and_kleene, [COMPARISONS[type(op)](*_comparable(*pair)) for op, pair in pairs])
+
+
+def _comparable(*sides: Any) -> Sequence[Any]:
+    """Two columns or values, both in one type if they are numbers: exact for whole numbers; NaN is null."""
+    is_whole = [pa.types.is_integer(side.type) for side in sides]
+    is_number = [pa.types.is_floating(side.type) or pa.types.is_decimal(side.type) for side in sides]
+    if all(is_whole):
+        return [pc.cast(side, pa.decimal128(20)) for side in sides] if sides[0].type != sides[1].type else sides
+    if not all(map(max, is_whole, is_number)):
+        return sides
+    floats = [pc.cast(side, pa.float64(), safe=False) for side in sides]  # safe: refuses whole numbers above 2^53
+    return [pc.if_else(pc.is_nan(side), None, side) for side in floats]

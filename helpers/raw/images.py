@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import math
 import re
-import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageCms, ImageFile, ImageMode, ImageOps
+import simplejpeg
+from PIL import ExifTags, Image, ImageCms, ImageFile, ImageMode, ImageOps
 
 # An allow-list: some of Pillow's other decoders start programs (EPS) or are hardly tested.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -21,22 +22,33 @@ UNSUPPORTED = {
     "JXL": re.compile(rb"\xff\x0a|\0\0\0\x0cJXL "),
     "JPEG 2000": re.compile(rb"\xff\x4f\xff\x51|\0\0\0\x0cjP  "),
     "PSD": re.compile(b"8BPS"),
+    "TIFF of such samples, or cut short": re.compile(rb"II[*+]\0|MM\0[*+]"),
 }
 # WebP and AVIF: Pillow cannot open them if they were cut short.
 CUT_SHORT = re.compile(rb"RIFF....WEBP|....ftyp.{0,64}?avi[fs]", re.DOTALL)
 MAX_PIXELS = 89_478_485  # Pillow's own limit against decompression bombs
 MAX_DECODED_BYTES = 2**29
 MAX_SCANS = 100  # of a JPEG: each scan takes a pass over all pixels, and may have few bytes
-BITS_PER_SAMPLE = 258  # a TIFF tag
+JPEG = ("JPEG", "MPO")
+DCT_SCALES = (1, 2, 4, 8)  # by which a JPEG may be divided while it is decoded; others are slower than none
+BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # TIFF tags, and a value
+PNG_STEPS = {"L;2": 85, "L;4": 17}  # from a sample to the 8 bits that Pillow keeps of it
+MAX_UNIT = 2.0  # floats up to 1, of which resizing has brought some above; in 255 steps they would be black
 JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")  # of a segment with a length, or the end; not within pixels
 START_OF_SCAN, END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
 PROFILE_MODES = {"GRAY": "L", "RGB": "RGB", "CMYK": "CMYK"}  # a profile's kind of colours -> Pillow's mode
 NOTE, BROKEN_PROFILE = "note", "broken colour profile"  # in `Image.info`, what is wrong with an image that is used
+BEFORE_TURN = "its width and height columns are those before its EXIF orientation"
+Transpose = Image.Transpose
+SIDEWAYS = (Transpose.TRANSPOSE, Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90)
+UPRIGHT = (Transpose.FLIP_LEFT_RIGHT, Transpose.ROTATE_180, Transpose.FLIP_TOP_BOTTOM)
+TURNS = dict(enumerate((*UPRIGHT, *SIDEWAYS), start=2))  # EXIF orientation -> what undoes it
 PROBE = Image.fromarray(np.stack(np.meshgrid(*[np.arange(0, 256, 17, np.uint8)] * 3), -1).reshape(64, 64, 3))
 
 Shape = tuple[int, int]  # width, height
 Shapes = dict[int, list[Shape]]  # resolution -> its shapes
-Crop = Callable[[Image.Image, float], Image.Image]  # an image and the crop's width over its height -> the crop
+Box = tuple[int, int, int, int]  # left, top, right, bottom
+Crop = Callable[[Shape, float], tuple[Box, bool]]  # a size, the crop's width over its height -> box, if it is mirrored
 Call = tuple[bytes | None, Crop, Shape | None]  # the arguments of `make_pixels`
 
 
@@ -62,61 +74,97 @@ def decode(data: bytes | None) -> Image.Image:
     "broken image" or, before anything is decompressed, "too many pixels", "too many bytes when decoded"
     (`MAX_DECODED_BYTES`) or "too many scans" (`MAX_SCANS`). `helpers/docs/DATA.md` says what becomes of colours.
     """
+    return load(open_image(data), data)[0]
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Without those of broken EXIF and the like."""
+    with warnings.catch_warnings(action="ignore"):
+        yield
+
+
+@without_warnings()
+def open_image(data: bytes | None) -> Image.Image:
+    """An image whose header was read, and is within all limits. What is wrong in a PNG's texts does not matter."""
     if not data:
         raise BadImage("no image bytes")
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # some formats tell their size only while decoding
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # broken EXIF and the like; the bomb warning is the size check below
-        try:
-            image = open_image(data)
-        except Image.DecompressionBombError:
-            raise BadImage("too many pixels") from None
-        except Exception:  # Pillow's parsers raise exceptions of many types
-            name = next((name for name, magic in UNSUPPORTED.items() if magic.match(data)), None)
-            otherwise = "broken image" if CUT_SHORT.match(data) else "not an image"
-            raise BadImage(f"format not supported: {name}" if name else otherwise) from None
-        if image.width * image.height > MAX_PIXELS:
-            raise BadImage("too many pixels")
-        if decoded_bytes(image) > MAX_DECODED_BYTES:
-            raise BadImage("too many bytes when decoded")
-        if image.format in ("JPEG", "MPO") and sum(1 for _ in scans(data)) > MAX_SCANS:
-            raise BadImage("too many scans")
-        try:
-            image.load()
-            ImageOps.exif_transpose(image, in_place=True)
-        except (SyntaxError, ValueError, KeyError, TypeError, struct.error):
-            pass  # broken EXIF: the pixels are there, only the orientation is unknown
-        except Exception:
-            raise BadImage("broken image") from None
-        try:
-            image.load()
-            found = to_rgb(image)
-            profile = image.info.get("icc_profile", b"")  # None: Pillow could not unpack it
-            found.info = {NOTE: BROKEN_PROFILE} if profile is None or srgb_transform(profile)[1] else {}
-            return found
-        except Exception:
-            raise BadImage("broken image") from None
-
-
-def open_image(data: bytes) -> Image.Image:
-    """An image of one of `FORMATS`, opened. What is wrong in a PNG's texts or profile does not matter."""
     ImageFile.LOAD_TRUNCATED_IMAGES = data.startswith(b"\x89PNG")  # here this concerns chunks without pixels
     try:
-        return Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError:
+        raise BadImage("too many pixels") from None
+    except Exception:  # Pillow's parsers raise exceptions of many types
+        name = next((name for name, magic in UNSUPPORTED.items() if magic.match(data)), None)
+        otherwise = "broken image" if CUT_SHORT.match(data) else "not an image"
+        raise BadImage(f"format not supported: {name}" if name else otherwise) from None
     finally:
         ImageFile.LOAD_TRUNCATED_IMAGES = False
+    num_pixels = image.width * image.height
+    if num_pixels > MAX_PIXELS:
+        raise BadImage("too many pixels")
+    # Pillow keeps at most four bytes of a pixel, but unpacks those of a TIFF as they are.
+    if image.format == "TIFF" and num_pixels * sum(image.tag_v2.get(BITS_PER_SAMPLE, ())) > 8 * MAX_DECODED_BYTES:
+        raise BadImage("too many bytes when decoded")
+    if image.format in JPEG and sum(1 for _ in scans(data)) > MAX_SCANS:
+        raise BadImage("too many scans")
+    if image.format == "PNG" and "transparency" in image.info and image.tile:
+        samples = image.tile[0].args
+        if samples == "RGB;16B":
+            raise BadImage("format not supported: PNG with a transparent colour of 16 bits")
+        image.info["transparency"] *= PNG_STEPS.get(samples, 1)
+    return image
 
 
-def decoded_bytes(image: Image.Image) -> int:
-    """Bytes of an opened image's pixels in the depth that its file has, from its header; Pillow may keep fewer."""
-    mode = ImageMode.getmode(image.mode)
-    pixel_bits = 8 * len(mode.bands) * np.dtype(mode.typestr).itemsize
-    if image.format == "PNG" and image.tile:
-        channels, _, depth = image.tile[0].args.partition(";")  # such as "RGB;16B"
-        pixel_bits = len(channels) * (16 if depth == "16B" else 8)
-    elif image.format == "TIFF":
-        pixel_bits = max(pixel_bits, sum(image.tag_v2.get(BITS_PER_SAMPLE, ())))
-    return image.width * image.height * pixel_bits // 8
+def turn_of(image: Image.Image) -> Image.Transpose | None:
+    """How an image must be turned by its EXIF; None if it stands upright, or EXIF is broken."""
+    try:
+        # Pillow itself turns a TIFF.
+        return None if image.format == "TIFF" else TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    except Exception:
+        return None
+
+
+def upright_size(image: Image.Image) -> Shape:
+    return image.size[::-1] if turn_of(image) in SIDEWAYS else image.size
+
+
+@without_warnings()
+def load(image: Image.Image, data: bytes, shrink: float = 1) -> tuple[Image.Image, int]:
+    """`(upright sRGB image, the number that its sides are divided by)` of an opened image.
+
+    The number is 1; for a JPEG, the largest of `DCT_SCALES` that is at most `shrink`.
+    """
+    try:
+        turn, scale = turn_of(image), 1
+        if image.format in JPEG:
+            fitting = [
+                one for one in DCT_SCALES if one <= shrink and not (turn and any(side % one for side in image.size))
+            ]
+            scale = max(fitting, default=1)
+            image = load_jpeg(image, data, scale)
+        image.load()
+        found, profile = to_rgb(image), image.info.get("icc_profile", b"")  # None: Pillow could not unpack it
+        found = found if turn is None else found.transpose(turn)
+        found.info = {NOTE: BROKEN_PROFILE} if profile is None or srgb_transform(profile)[1] else {}
+        return found, scale
+    except Exception:
+        raise BadImage("broken image") from None
+
+
+def load_jpeg(image: Image.Image, data: bytes, scale: int) -> Image.Image:
+    """The pixels of an opened JPEG, its sides divided by `scale`. Raises ValueError if it lacks more than its end."""
+    data = data.replace(b"ICC_PROFILE\0", b"ICC_PROFILE\1")  # a broken profile costs no pixel
+    colours = "GRAY" if image.mode == "L" else image.mode
+    size = {"min_width": -(-image.width // scale), "min_height": -(-image.height // scale)}
+    try:
+        pixels = simplejpeg.decode_jpeg(data, colours, **size)
+    except ValueError:
+        pixels = simplejpeg.decode_jpeg(data + END_OF_IMAGE, colours, **size)
+    found = Image.frombytes(image.mode, pixels.shape[1::-1], 255 - pixels if colours == "CMYK" else pixels)
+    found.info = image.info
+    return found
 
 
 def scans(data: bytes) -> Iterator[bytes]:
@@ -130,21 +178,27 @@ def scans(data: bytes) -> Iterator[bytes]:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Any Pillow mode -> sRGB, by the image's ICC profile; 16-bit and float greys in 8 bits, alpha over white."""
-    transform, _ = srgb_transform(image.info.get("icc_profile"))
+    """Any Pillow mode -> sRGB, by the ICC profile or a PNG's gamma; deep greys in 8 bits, alpha over white."""
+    info = image.info
+    transform, _ = srgb_transform(info.get("icc_profile"))
     is_grey = ImageMode.getmode(image.mode).basemode == "L"
     fitting = ("L", "RGB") if is_grey else ("CMYK",) if image.mode == "CMYK" else ("RGB",)
     if image.mode.startswith("I") or image.mode == "F":
         grey = Image.fromarray(to_grey(image), "L")
-        if "transparency" in image.info:
-            grey.putalpha(Image.fromarray(np.asarray(image) != image.info["transparency"]))
+        if "transparency" in info:
+            grey.putalpha(Image.fromarray(np.asarray(image) != info["transparency"]))
         image = grey
     has_alpha = image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info
     if has_alpha and image.mode != "RGBA":
         image = image.convert("RGBA")
+    if has_alpha and image.format == "BMP":
+        has_alpha = image.getextrema()[3] != (0, 0)  # else the channel is not used
     colours = image
     if transform and transform.input_mode in fitting:
         colours = ImageCms.applyTransform(image.convert(transform.input_mode), transform)
+    elif info.get("gamma") and not {"icc_profile", "srgb"} & info.keys() and abs(2.2 * info["gamma"] - 1) > 0.05:
+        curve = 255 * (np.arange(256) / 255) ** (1 / (2.2 * info["gamma"]))
+        colours = image.convert("RGB").point([round(value) for value in curve] * 3)
     if has_alpha:
         white = Image.new("RGB", image.size, (255, 255, 255))
         white.paste(colours, mask=image)
@@ -174,54 +228,56 @@ def srgb_transform(profile: bytes | None) -> tuple[ImageCms.ImageCmsTransform | 
 
 
 def to_grey(image: Image.Image) -> np.ndarray:
-    """(H, W) uint8 of 16-bit, 32-bit or float greyscale. In 64 bits are only a million pixels at a time."""
-    values = np.asarray(image)
-    parts = np.array_split(values.reshape(-1), -(-values.size // 2**20))
-
-    def in_64_bits(part: np.ndarray) -> np.ndarray:
-        return np.nan_to_num(part.astype(np.float64), posinf=0, neginf=0)  # NaN marks missing values
-
-    largest = max(in_64_bits(part).max(initial=0) for part in parts)
-    scale = 1 if largest <= 255 and not image.mode.startswith("I;16") else 257
-    if image.mode == "F" and largest <= 1:
-        scale = 1 / 255
-    grey = [np.clip(in_64_bits(part) / scale, 0, 255).astype(np.uint8) for part in parts]
-    return np.concatenate(grey).reshape(values.shape)
+    """(H, W) uint8 of 16-bit, 32-bit or float greyscale."""
+    values_HW = np.nan_to_num(np.asarray(image, np.float32), posinf=0, neginf=0)  # NaN marks missing values
+    largest = values_HW.max(initial=0)
+    if image.mode == "F" and largest <= MAX_UNIT:
+        values_HW *= 255
+    elif image.mode.startswith("I;16") or largest > 255:
+        values_HW /= 257
+    grey_HW = np.clip(values_HW, 0, 255, out=values_HW).astype(np.uint8)
+    return 255 - grey_HW if getattr(image, "tag_v2", {}).get(PHOTOMETRIC) == WHITE_IS_ZERO else grey_HW
 
 
-def center_crop(image: Image.Image, ratio: float = 1.0) -> Image.Image:
-    """The largest centre crop whose width is `ratio` times its height."""
-    width = max(1, min(image.width, round(image.height * ratio)))
-    height = max(1, min(image.height, round(image.width / ratio)))
-    left, top = (image.width - width) // 2, (image.height - height) // 2
-    return image.crop((left, top, left + width, top + height))
+def center_crop(size: Shape, ratio: float = 1.0) -> tuple[Box, bool]:
+    """The largest centre crop of an image of this size whose width is `ratio` times its height; not mirrored."""
+    width = max(1, min(size[0], round(size[1] * ratio)))
+    height = max(1, min(size[1], round(size[0] / ratio)))
+    left, top = (size[0] - width) // 2, (size[1] - height) // 2
+    return (left, top, left + width, top + height), False
 
 
 def random_crop(
-    image: Image.Image, ratio: float, *, seeds: Sequence[int], smallest: float, may_mirror: bool
-) -> Image.Image:
-    """A crop of an image, whose width is `ratio` times its height, sampled from `seeds`.
+    size: Shape, ratio: float, *, seeds: Sequence[int], smallest: float, may_mirror: bool
+) -> tuple[Box, bool]:
+    """A crop of an image of this size, whose width is `ratio` times its height, sampled from `seeds`.
 
     Its sides are at least the share `smallest` of the largest crop's; 1: the centre crop. `may_mirror`: half are
     mirrored.
     """
     random = np.random.default_rng(seeds)
-    if smallest == 1:
-        cut = center_crop(image, ratio)
-    else:
+    box, _ = center_crop(size, ratio)
+    if smallest < 1:
         share = random.uniform(smallest, 1)
-        largest = min(image.width, image.height * ratio), min(image.height, image.width / ratio)
+        largest = min(size[0], size[1] * ratio), min(size[1], size[0] / ratio)
         width, height = (max(1, round(side * share)) for side in largest)
-        left = int(random.integers(0, image.width - width + 1))
-        top = int(random.integers(0, image.height - height + 1))
-        cut = image.crop((left, top, left + width, top + height))
-    return ImageOps.mirror(cut) if may_mirror and random.random() < 0.5 else cut
+        left = int(random.integers(0, size[0] - width + 1))
+        top = int(random.integers(0, size[1] - height + 1))
+        box = left, top, left + width, top + height
+    return box, may_mirror and random.random() < 0.5
 
 
-def resize(image: Image.Image, width: int, height: int | None = None) -> Image.Image:
-    """An image resized by an antialiased Lanczos filter to width x height pixels; None: to a square."""
-    size = width, width if height is None else height
-    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
+def cut(image: Image.Image, crop: tuple[Box, bool], shape: Shape, scale: int = 1) -> np.ndarray:
+    """(H, W, 3) uint8: a crop, resized to a shape by an antialiased Lanczos filter.
+
+    `scale`: the number that the image's sides were divided by after the crop was chosen.
+    """
+    box, is_mirrored = [side / scale for side in crop[0]], crop[1]
+    left, top = math.floor(box[0]), math.floor(box[1])
+    part = image.crop((left, top, min(image.width, math.ceil(box[2])), min(image.height, math.ceil(box[3]))))
+    inner = box[0] - left, box[1] - top, min(part.width, box[2] - left), min(part.height, box[3] - top)
+    part = part.resize(shape, Image.Resampling.LANCZOS, inner)
+    return np.asarray(ImageOps.mirror(part) if is_mirrored else part)
 
 
 def decode_all(calls: Iterable[Call], shapes: Shapes) -> list[DecodedImage]:
@@ -237,19 +293,23 @@ def make_pixels(
     `wanted`: the only shape to make. The image is bad if it does not reach that shape, or if another shape is nearer.
     """
     try:
-        image = decode(data)
+        image = open_image(data)
+        size = upright_size(image)
+        reached, reason = reached_shapes(size, shapes)
+        if wanted and wanted not in reached:
+            is_turned = wanted in reached_shapes(image.size, shapes)[0]
+            is_smaller = size[0] < wanted[0] or size[1] < wanted[1]
+            wrong = f"smaller than {wanted[0]} pixels" if is_smaller else "its width or height column is wrong"
+            raise BadImage(reason or (BEFORE_TURN if is_turned else wrong))
+        reached = [wanted] if wanted else reached
+        # One decode for all shapes.
+        crops = {shape: crop(size, shape[0] / shape[1]) for shape in reached}
+        rooms = [min((x1 - x0) / w, (y1 - y0) / h) for (w, h), ((x0, y0, x1, y1), _) in crops.items()]
+        upright, scale = load(image, data, min(rooms, default=1) / 2)
     except BadImage as bad:
         return DecodedImage({}, str(bad))
-    reached, reason = reached_shapes(image.size, shapes)
-    if wanted and wanted not in reached:
-        is_smaller = image.width < wanted[0] or image.height < wanted[1]
-        wrong = f"smaller than {wanted[0]} pixels" if is_smaller else "its width or height column is wrong"
-        return DecodedImage({}, reason or wrong)
-    reached = [wanted] if wanted else reached
-    # One decode for all shapes, and one crop for all shapes of one ratio.
-    crops = {ratio: crop(image, ratio) for ratio in {width / height for width, height in reached}}
-    pixels = {shape: to_pixels(resize(crops[shape[0] / shape[1]], *shape)) for shape in reached}
-    return DecodedImage(pixels, reason, image.info.get(NOTE, ""))
+    pixels = {shape: cut(upright, of_shape, shape, scale) for shape, of_shape in crops.items()}
+    return DecodedImage(pixels, reason, upright.info.get(NOTE, ""))
 
 
 def nearest_shape(size: Shape, shapes: Sequence[Shape]) -> Shape:
@@ -263,8 +323,3 @@ def reached_shapes(size: Shape, shapes: Shapes) -> tuple[list[Shape], str]:
     nearest = [nearest_shape(size, of_resolution) for of_resolution in shapes.values()]
     reached = [shape for shape in nearest if size[0] >= shape[0] and size[1] >= shape[1]]
     return reached, "" if reached else f"smaller than {min(shapes)} pixels"
-
-
-def to_pixels(image: Image.Image) -> np.ndarray:
-    """(H, W, 3) uint8."""
-    return np.asarray(image, dtype=np.uint8)

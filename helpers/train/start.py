@@ -39,7 +39,7 @@ def training_config(parameters: dict[str, Any]) -> TrainingConfig:
     earlier = read_earlier(TrainingConfig(**{name: parameters.get(name) for name in ("storage", "run_name")}))
     begun = earlier["parameters"] if earlier else {}
     units = parameters["units_per_step"] or begun.get("units_per_step")
-    config = TrainingConfig.from_parameters({**parameters, "units_per_step": units})
+    config = TrainingConfig.from_parameters(parameters, units_per_step=units)
     if config.init_from and checkpoint.is_hub_id(config.init_from):
         pinned = models.pin_model(config.init_from, begun.get("init_from"), "init_from")
         config = dataclasses.replace(config, init_from=pinned)

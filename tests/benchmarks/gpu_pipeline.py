@@ -16,7 +16,7 @@ import torch
 
 from helpers import cluster
 from helpers.config import PreprocessingConfig
-from helpers.latents.read import example_rows
+from helpers.latents.held_out import example_rows
 from helpers.lesson import captioned_shapes, fault_injection
 from helpers.train.metrics import read_metrics
 from tests.benchmarks import record

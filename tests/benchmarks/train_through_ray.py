@@ -18,10 +18,11 @@ import time
 
 import psutil
 
-from helpers import cluster, distributed, notebook, storage
+from helpers import cluster, distributed, storage
 from helpers.config import PreprocessingConfig
-from helpers.latents import read
+from helpers.latents import held_out
 from helpers.lesson import captioned_shapes
+from helpers.production import monitor
 from helpers.train import metrics
 from helpers.train.step import TrainStep, Unit
 from tests.benchmarks import record
@@ -33,7 +34,7 @@ WARM_UP = 20
 def bare(config, manifest):
     """Images a second of `TrainStep` alone, on one batch."""
     distributed.use_cores(1)
-    table = read.example_rows(config.latents_uri, config.global_batch_size).combine_chunks()
+    table = held_out.example_rows(config.latents_uri, config.global_batch_size).combine_chunks()
     batch, alone = Unit.from_arrow(table, manifest, manifest.latents(64), 0), TrainStep(config, manifest)
     for step in range(config.max_steps):
         if step == WARM_UP:
@@ -72,7 +73,7 @@ class Shares:
 def through_ray(config, shares_of):
     """Images a second under Ray Train; adds to {run: shares of a core}."""
     shares = Shares(config)
-    with notebook.poll_in_background(shares.look, every=2):
+    with monitor.poll_in_background(shares.look, every=2):
         fit(config)
     rate, waits = metrics.throughput(metrics.read_metrics(config.run_uri), skip=WARM_UP)
     shares_of[config.run_name] = shares.of_a_core()

@@ -9,7 +9,7 @@ import pytest
 
 from helpers import storage
 from helpers.config import PreprocessingConfig
-from helpers.latents.manifest import read_files
+from helpers.latents.plan import read_files
 from helpers.lesson import captioned_shapes
 from helpers.production import monitor
 from helpers.production.checks import training

@@ -17,11 +17,12 @@ import ray
 import ray.train
 from ray import cloudpickle
 
-from helpers import notebook, storage
+from helpers import storage
 from helpers.config import PreprocessingConfig
 from helpers.encode import encoder, stages
 from helpers.latents import read
-from helpers.latents.manifest import read_files, read_manifest
+from helpers.latents.manifest import read_manifest
+from helpers.latents.plan import read_files
 from helpers.lesson import captioned_shapes
 from helpers.production import monitor
 from helpers.raw import inputs
@@ -102,7 +103,7 @@ def test_a_run_to_which_everything_happens_is_the_undisturbed_one(run, straight,
     events = loop_with(stopped, struck, (wait_for_ever, 33, 0, tmp_path / "interrupted"))
     loop = loop_with_cut_off_upload(str(tmp_path / "cut off"), 30, inner=events, attempt=4)
     with pytest.raises(KeyboardInterrupt), monitor.monitor_run(config):
-        with notebook.poll_in_background(interrupt, every=0.1):
+        with monitor.poll_in_background(interrupt, every=0.1):
             fit(config, loop=loop)
     said = capsys.readouterr().out
     assert f"{newest} cannot be used: its file {file} has 1,000 bytes of" in said

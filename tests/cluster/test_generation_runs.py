@@ -41,7 +41,7 @@ class Dying(generation.PartGenerator):
 @slow
 def test_a_sweep_survives_a_killed_actor(settings, tmp_path, monkeypatch):
     """The same scores as those computed in this process from pictures that are made one after the other."""
-    clip, loaded = scores.CLIP(), sample.load_pipeline(settings.pipeline)
+    clip, loaded = scores.CLIP(), generation.load_pipeline(settings.pipeline)
     real = clip.images([np.asarray(captioned_shapes.draw_sample(number)[0]) for number in range(50)])
     monkeypatch.setattr(generation, "PartGenerator", dying(str(tmp_path / "killed")))
     table = generation.guidance_sweep(PROMPTS, str(tmp_path / "sweep"), settings, [1.0, 3.0], TWO, real=real)

@@ -6,7 +6,8 @@ import pytest
 from helpers.config import TrainingConfig
 from helpers.latents import schema
 from helpers.latents.held_out import first
-from helpers.latents.manifest import read_files, read_manifest
+from helpers.latents.manifest import read_manifest
+from helpers.latents.plan import read_files
 from helpers.latents.read import read_row_ranges
 from helpers.lesson import memorisation
 from tests.benchmarks import made_up

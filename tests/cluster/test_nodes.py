@@ -27,6 +27,7 @@ from helpers.lesson import captioned_shapes
 from helpers.online import encode as online
 from helpers.online.config import OnlineConfig
 from helpers.production import monitor
+from helpers.production.checks import cluster as checks
 from helpers.production.extras import evaluate
 from helpers.train import metrics, run_folder, source
 from helpers.train.loop import train_loop_per_worker
@@ -332,12 +333,12 @@ def planned_samples(config, raw):
 
 def test_a_storage_that_other_nodes_do_not_see_is_refused(nodes, tmp_path, monkeypatch):
     node = add_node(nodes)
-    cluster.check_shared(str(tmp_path))
+    checks.check_shared(str(tmp_path))
     # A path that each process reads in its own way stands in for a disk of its own.
     monkeypatch.chdir(tmp_path)
     os.mkdir("mine")
     with pytest.raises(ValueError, match=r"storage='/proc/self/cwd/mine' is not shared: the node .* does not see"):
-        cluster.check_shared("/proc/self/cwd/mine")
+        checks.check_shared("/proc/self/cwd/mine")
     lose(nodes, node)
 
 

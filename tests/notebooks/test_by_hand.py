@@ -14,12 +14,6 @@ from helpers.lesson import captioned_shapes
 from tests import by_hand, pipelines
 
 
-def test_the_script_is_short_and_needs_nothing_of_helpers(tmp_path):
-    script, cells = by_hand.assemble(tmp_path), by_hand.cells()
-    assert sum(bool(line.strip()) for cell in cells for line in cell.splitlines()) <= 300
-    assert "import helpers" not in script and "from helpers" not in script
-    assert max(len(cell.splitlines()) for cell in cells) <= 30
-
 
 @pytest.mark.slow
 def test_the_hand_written_cells_encode_train_resume_and_draw(tmp_path):

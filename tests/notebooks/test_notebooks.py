@@ -1,22 +1,15 @@
 """What every notebook promises a reader, from its source alone; `test_shrunk` runs all of them."""
 
 import ast
-import dataclasses
-import importlib
+import importlib.util
 import inspect
 import json
 import re
 
 import pytest
 
-from helpers.config import PreprocessingConfig, TrainingConfig
-from helpers.online.config import OnlineConfig
 from tests import execute_notebooks
 from tests.execute_notebooks import NOTEBOOKS, ROOT
-
-CONFIGS = (PreprocessingConfig, TrainingConfig, OnlineConfig)
-FIELDS = {field.name: field for config in CONFIGS for field in dataclasses.fields(config)}
-TEXTS = {name: field.metadata["text"] for name, field in FIELDS.items() if "text" in field.metadata}  # not derived
 
 
 def read(name):
@@ -33,19 +26,6 @@ def code_cells(name):
 
 def code_nodes(name):
     return [node for cell in code_cells(name) for node in ast.walk(ast.parse(cell["source"]))]
-
-
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_parameter_is_assigned_once_beside_what_it_is(name):
-    """In the short cell that papermill knows and the folded one above; a config's field has one text everywhere."""
-    cells = code_cells(name)
-    (tagged,) = [number for number, cell in enumerate(cells) if "parameters" in cell["metadata"].get("tags", [])]
-    assert tagged <= 1 and len(cells[tagged]["source"].splitlines()) <= 12
-    lines = "\n".join(cell["source"] for cell in cells[: tagged + 1]).splitlines()
-    found = dict(re.fullmatch(r"(\w+) = .*  # (.{5,})", line).groups() for line in lines if line and line[0] != "#")
-    assert {key: TEXTS[key] for key in found if key in TEXTS} == {key: found[key] for key in found if key in TEXTS}
-    stored = [node.id for node in code_nodes(name) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    assert all(stored.count(key) == 1 for key in found), [key for key in found if stored.count(key) > 1]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -76,10 +56,11 @@ def test_what_a_notebook_calls_of_helpers_is_there_and_takes_these_arguments(nam
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_links_to_files_lead_somewhere(name):
-    text = "\n".join(cell["source"] for cell in read(name)["cells"] if cell["cell_type"] == "markdown")
-    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", text):
-        assert ((ROOT / name).parent / target).exists(), target
+def test_a_notebook_that_is_started_elsewhere_says_where_to_start(name, monkeypatch):
+    first = next(cell["source"] for cell in code_cells(name) if "from helpers" in cell["source"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="papermill --cwd"):
+        exec(first, {})
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -93,9 +74,3 @@ def test_a_notebook_has_no_outputs_or_those_of_its_own_sources(name):
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
     images = [output for output in outputs if "image/png" in output.get("data", {})]
     assert all(len("".join(output["data"].get("text/plain", ""))) > 10 for output in images)  # for who sees none
-
-
-@pytest.mark.parametrize(("load", "changes"), [(1.5, ""), (0.1, " M Training.ipynb")])
-def test_notebooks_are_not_executed_on_a_busy_machine_or_over_changes(load, changes):
-    with pytest.raises(SystemExit, match="does something else|has changes"):
-        execute_notebooks.check(load, changes)

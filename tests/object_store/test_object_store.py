@@ -11,7 +11,8 @@ import ray.train
 
 from helpers import storage
 from helpers.config import PreprocessingConfig, TrainingConfig
-from helpers.latents.manifest import read_files, read_manifest
+from helpers.latents.manifest import read_manifest
+from helpers.latents.plan import read_files
 from helpers.latents.read import read_latents
 from helpers.lesson import captioned_shapes
 from helpers.train import checkpoint, metrics, run_folder

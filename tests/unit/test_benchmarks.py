@@ -50,20 +50,6 @@ def test_a_resumed_run_is_counted_against_the_undisturbed_one():
     assert (again["batches that differ"], again["rows twice"], again["rows never"]) == (1, 2, 2)
 
 
-def test_a_benchmark_that_is_killed_leaves_every_finished_line(results):
-    def killed():
-        raise KeyboardInterrupt
-
-    rows = record.Rows("gpu_step", lambda rows: {"what": f"{len(rows)} rows"})
-    rows.add({"setting": "base"}, lambda: {"images/s": 5.0})
-    rows.add({"setting": "flash"}, lambda: 1 / 0)
-    with pytest.raises(KeyboardInterrupt):
-        rows.add({"setting": "cudnn"}, killed)
-    found = json.loads((results / "gpu_step.json").read_text())
-    assert found["summary"] == {"what": "1 rows"} and found["details"]["rows"][0]["images/s"] == 5.0
-    assert [row["setting"] for row in found["details"]["failed"]] == ["flash"]
-
-
 def test_the_table_of_results_is_what_the_files_say():
     """If not: `python -m tests.benchmarks.table`."""
     _, _, rest = table.README.read_text().partition(table.BEGIN)

@@ -1,5 +1,6 @@
 """How Ray is started; what is said about a cluster's GPUs before a run starts, from made-up nodes."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -9,6 +10,7 @@ import ray
 
 from helpers import cluster as ray_cluster
 from helpers.config import TrainingConfig
+from helpers.online.config import OnlineConfig
 from helpers.production.checks import cluster as checks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -33,6 +35,32 @@ def check(encoder_gpus=0, validates=False, **changes):
     config = TrainingConfig(**{"num_training_workers": 2, **changes})
     options = {"encoder_gpus": encoder_gpus, "validates": validates}
     checks.check_gpus(config.worker_counts, config.training_accelerator_type, **options)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "encoders", "said"),
+    [
+        (6, 2, ""),
+        (7, 0, ""),
+        (8, 0, "num_training_workers=8 take 8 of 8 CPUs, and the tasks that read data need one more"),
+        (0, 15, "num_encoders=15 take 7.5 of 8 CPUs"),
+        (7, 1, "num_training_workers=7 and num_encoders=1 take 7.5 of 8 CPUs"),
+    ],
+)
+def test_what_leaves_no_cpu_to_the_tasks_that_read_is_told(cluster_of, monkeypatch, capsys, trainers, encoders, said):
+    """Refused where no node will join; with GPUs, trainers take no CPU."""
+    cluster_of()
+    config = TrainingConfig(num_training_workers=max(trainers, 1), use_gpu=not trainers, global_batch_size=168)
+    raw = OnlineConfig(num_encoders=encoders) if encoders else None
+    monkeypatch.setattr(checks, "check_gpus", lambda *_, **__: None)
+    monkeypatch.setattr(checks, "check_shared", lambda *_: None)
+    monkeypatch.setattr(checks, "is_local_ray", lambda: False)
+    checks.check_run(config, raw)
+    found = capsys.readouterr().out
+    assert said in found and bool(said) == bool(found)
+    monkeypatch.setattr(checks, "is_local_ray", lambda: True)
+    with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+        checks.check_run(config, raw)
 
 
 A100, A10G, SEVERAL = (
@@ -117,6 +145,15 @@ def test_a_machine_too_busy_to_start_ray_is_one_sentence_after_some_attempts(mon
     with pytest.raises(TimeoutError, match="Ray did not start in 4 attempts, because this machine is too busy: end"):
         ray_cluster.connect("local")
     assert attempts == [["*.ipynb"]] * 4
+
+
+def test_a_path_too_long_for_sockets_leads_to_the_variable(monkeypatch, tmp_path):
+    """As Slurm's TMPDIR may be."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)  # or the shared cluster would end
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * 86)))
+    with pytest.raises(ValueError, match="set RAY_TMPDIR to a short folder"):
+        ray_cluster.connect("local")
 
 
 def test_ray_is_started_in_one_place_which_gives_it_a_token_and_no_secrets():

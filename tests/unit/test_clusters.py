@@ -1,11 +1,9 @@
 """The files that start a cluster, against the schemas of Ray's launcher and of KubeRay, and against the profiles."""
 
-import hashlib
 import json
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 
@@ -114,30 +112,7 @@ def test_a_profiles_cpu_tasks_fit_the_machines_of_its_encoders(name):
         assert wanted <= machines * cpus
 
 
-def test_all_aws_nodes_are_in_one_network():
-    """Ray's launcher wants a node's subnet and security groups on the node, or on each of its interfaces."""
-    nodes = {name: kind["node_config"] for name, kind in NODES.items()}
-    trainers = nodes.pop("trainers")
-    efa = trainers["NetworkInterfaces"]
-    assert not {"SubnetIds", "SubnetId", "SecurityGroupIds"} & set(trainers) and trainers["Placement"]
-    assert {(card["SubnetId"], *card["Groups"], card["InterfaceType"]) for card in efa} == {
-        ("subnet-0123", "sg-0123", "efa")
-    }
-    assert {(*node["SubnetIds"], *node["SecurityGroupIds"]) for node in nodes.values()} == {("subnet-0123", "sg-0123")}
-    assert [(card["NetworkCardIndex"], card["DeviceIndex"]) for card in efa] == [(0, 0), (1, 1), (2, 1), (3, 1)]
-
-
 # ---- against the image and each other
-
-
-def test_each_aws_worker_watches_for_its_interruption_and_spills_to_its_own_disks():
-    *_, start, watch = AWS["worker_start_ray_commands"]
-    folder, script = re.fullmatch(r"nohup setsid bash (/home/ray/pretraining)/(\S+) > .* &", watch).groups()
-    assert (ROOT / script).is_file() and f"WORKDIR {folder}\n" in TEXTS["Dockerfile"]
-    # Ray spills to a folder of the instance's own disks, which its container sees.
-    assert start.endswith(" --object-spilling-directory=/spill/ray")  # Ray makes this one readable for all
-    assert "-v /opt/dlami/nvme/spill:/spill" in AWS["docker"]["run_options"]
-    assert AWS["initialization_commands"] == ["sudo install -d -m 0700 -o 1000 /opt/dlami/nvme/spill"]
 
 
 def test_the_image_holds_what_the_jobs_command_needs():
@@ -193,31 +168,6 @@ def test_pods_run_as_a_user_without_rights_that_only_the_cluster_reaches():
         assert group is spec["headGroupSpec"] or pod["automountServiceAccountToken"] is False
 
 
-def test_instances_answer_for_their_role_by_imdsv2_alone():
-    """`before_spot_ends.sh` asks with a token (`tests.faults.MetadataService` answers nothing else)."""
-    for kind, node in NODES.items():
-        assert node["node_config"]["MetadataOptions"]["HttpTokens"] == "required", kind
-
-
-@pytest.mark.parametrize(("given", "installed"), [("", False), ("0" * 64, False), (None, True)])
-def test_the_image_installs_efa_only_by_the_checksum_that_its_builder_gives(tmp_path, given, installed):
-    """The Dockerfile's command, with stand-ins for apt-get and for the download."""
-    (command,) = re.findall(r"^RUN (: .*)$", TEXTS["Dockerfile"].replace("\\\n", ""), re.MULTILINE)
-    installer = tmp_path / "aws-efa-installer"
-    installer.mkdir()
-    (installer / "efa_installer.sh").write_text(f"#!/bin/sh\ntouch {tmp_path}/installed\n")
-    (installer / "efa_installer.sh").chmod(0o755)
-    archive = shutil.make_archive(str(tmp_path / "served"), "gztar", tmp_path, "aws-efa-installer")
-    for name, script in {"apt-get": "", "curl": f'cp {archive} "$2"'}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    checksum = hashlib.sha256(pathlib.Path(archive).read_bytes()).hexdigest() if given is None else given
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "EFA_SHA256": checksum, "EFA_INSTALLER": "1"}
-    script = command.replace("/tmp", str(tmp_path)).replace("/var/lib/apt/lists/*", "")
-    done = subprocess.run(["sh", "-c", script], env=variables, capture_output=True, text=True)
-    assert (tmp_path / "installed").exists() == installed == (done.returncode == 0)
-
-
 # ---- the scripts
 
 
@@ -238,8 +188,3 @@ def test_a_driver_that_dies_is_started_again(tmp_path, killed_until, last_status
     ids = (tmp_path / "starts").read_text().split()
     assert len(ids) == starts and len(set(ids)) == 1
     assert ("given up after 3 failures in a row" in done.stderr) == (status == 137)
-
-
-def test_the_slurm_script_asks_for_a_command():
-    done = subprocess.run(["bash", CLUSTERS / "slurm.sh"], capture_output=True, text=True)
-    assert done.returncode == 2 and "Give the command to run on the cluster" in done.stderr

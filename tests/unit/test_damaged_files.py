@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from helpers import storage
 from helpers.config import TrainingConfig
+from helpers.encode.job import finished_manifest
 from helpers.latents.manifest import read_manifest, read_segments
 from helpers.lesson.figures import read_evaluated_images
 from helpers.production import monitor
@@ -61,7 +62,7 @@ READ = {
 
 
 def run_ends(uri):
-    with monitor.raise_end(os.path.dirname(uri)):
+    with run_folder.raise_end(os.path.dirname(uri)):
         half(uri)
 
 
@@ -84,10 +85,10 @@ def test_a_damaged_file_is_one_sentence_with_its_path_and_what_to_do(tmp_path, n
 def test_a_damaged_manifest_is_made_again_by_the_job_without_encoding(tmp_path, name, gone):
     pipeline, begun = failing(job := job_of(tmp_path), [])
     whole = job.run(pipeline)
-    assert begun == [0, 1] and job.finished
+    assert begun == [0, 1] and finished_manifest(str(tmp_path))
     (os.remove if gone else halve)(tmp_path / name)
     again = job_of(tmp_path)
-    assert not again.finished and again.run(pipeline) == whole == read_manifest(str(tmp_path))
+    assert not finished_manifest(str(tmp_path)) and again.run(pipeline) == whole == read_manifest(str(tmp_path))
     assert begun == [0, 1] and len(read_segments(str(tmp_path))) == 2 and len(again.written_files()) == 2
 
 

@@ -1,4 +1,6 @@
+import os
 import pathlib
+import urllib.parse
 
 import pytest
 
@@ -17,15 +19,42 @@ def test_relative_paths_are_those_of_this_process(tmp_path, monkeypatch):
     assert storage.resolve(tmp_path / "d") == str(tmp_path / "d")
 
 
-@pytest.mark.parametrize("uri", ["s3://bucket/folder", "gs://bucket/folder", "file:///tmp/folder"])
+@pytest.mark.parametrize("uri", ["s3://bucket/folder", "gs://bucket/folder"])
 def test_uris_stay_as_they_are(uri):
     assert storage.resolve(uri + "/") == uri
     assert storage.join(uri, "a", "b.json") == uri + "/a/b.json"
     assert storage.name(uri + "/") == "folder"
 
 
-def test_local_paths_and_file_uris_are_local(tmp_path):
-    assert storage.is_local(tmp_path) and storage.is_local(f"file://{tmp_path}")
+@pytest.mark.parametrize("name", ["plain", "a b", "ü", "a#b", "a?b", "100%", "a%20b"])
+@pytest.mark.parametrize("quoted", [False, True])
+def test_a_file_uri_is_a_local_path_written_plainly_or_with_percent_signs(tmp_path, name, quoted):
+    (tmp_path / name).mkdir()
+    uri = f"file://{tmp_path}/{urllib.parse.quote(name) if quoted else name}/"
+    assert storage.resolve(uri) == str(tmp_path / name) and storage.is_local(uri)
+    storage.write_text(storage.join(uri, "new file"), "x")
+    assert names(tmp_path) == [f"{name}/new file"]
+    with pytest.raises(ValueError, match="write file:///folder"):
+        storage.resolve(f"file://{name}")
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    {
+        "s3://KEY:SE/CR+ET=@bucket/run@5": "s3://bucket/run@5",
+        "s3://SECRET@bucket/x?X-Amz-Signature=SECRET&a=/x": "s3://bucket/x",
+        "https://me:SECRET@hub:8080/a@b#token=SECRET": "https://hub:8080/a@b",
+        "abfss://container:SECRET@account.dfs.core.windows.net/a?sig=SECRET": "abfss://container@account.dfs.core.windows.net/a",
+        "gs://me:SEC@RET@bucket/a": "gs://bucket/a",
+        **{uri: uri for uri in ("/a?b=c@d#e=f", "s3://bucket/a:b@c", "s3://bucket/a b#c%20ü", "https://hub:80/a@b")},
+    }.items(),
+)
+def test_a_uri_is_shown_and_refused_without_what_is_secret(uri, shown):
+    assert storage.shown(uri) == shown == storage.shown(shown)
+    if "SECRET@" in uri:
+        with pytest.raises(ValueError, match="credentials come from the environment") as raised:
+            storage.exists(uri)
+        assert "SECRET" not in str(raised.value)
 
 
 @pytest.mark.parametrize("folder", ["plain", "with space", "with#hash", "with%20percent", "ümlaut", "a:b", "a?b"])
@@ -90,8 +119,8 @@ def test_a_folder_is_copied_with_all_files(tmp_path):
     assert storage.read_text(tmp_path / "new" / "to" / "deep" / "b.txt") == "deep/b.txt"
 
 
-def test_links_are_followed_but_those_that_lead_back(tmp_path):
-    """Such a link listed 82 files for 2; two of them would list 2**40."""
+def test_links_are_followed_but_those_to_what_is_listed_anyway(tmp_path):
+    """Links that lead back listed 82 files for 2; two of them would list 2**40."""
     for name in ("a", "b"):
         (tmp_path / "data" / name).mkdir(parents=True)
         (tmp_path / "data" / name / "file").write_text(name)
@@ -102,6 +131,20 @@ def test_links_are_followed_but_those_that_lead_back(tmp_path):
     (tmp_path / "data" / "linked").symlink_to(tmp_path / "data" / "a" / "file")
     (tmp_path / "data" / "dangling").symlink_to(tmp_path / "nothing")
     found = [path.removeprefix(f"{tmp_path}/data/") for path in storage.list_files(tmp_path / "data", recursive=True)]
-    assert found == ["a/file", "a/to b/file", "b/file", "b/to a/file", "linked"]
+    assert found == ["a/file", "b/file", "linked"]
     assert storage.sizes(tmp_path / "data") == dict.fromkeys(found, 1)
     assert storage.list_files(tmp_path / "nothing", recursive=True) == []
+
+
+def test_one_file_behind_several_folders_is_listed_once(tmp_path):
+    """As in a hub's cache, whose snapshots are folders of links; `latest` is a link to the newest folder."""
+    storage.write_text(tmp_path / "blobs" / "0123", "x")
+    for snapshot in ("aaaa", "bbbb"):
+        (tmp_path / "snapshots" / snapshot).mkdir(parents=True)
+        (tmp_path / "snapshots" / snapshot / "a.parquet").symlink_to("../../blobs/0123")
+    storage.write_text(tmp_path / "v" / "2024" / "b.parquet", "y")
+    (tmp_path / "v" / "latest").symlink_to("2024")
+    os.link(tmp_path / "v" / "2024" / "b.parquet", tmp_path / "b.parquet")
+    found = [storage.name(path) for path in storage.list_files(tmp_path, recursive=True)]
+    assert sorted(found) == ["0123", "a.parquet", "b.parquet"]
+    assert list(storage.sizes(tmp_path / "v")) == ["2024/b.parquet"]

@@ -1,14 +1,78 @@
-"""What is refused or said about a cluster's GPUs before a run starts."""
+"""What is refused or said about a cluster before a job or a run starts."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import uuid
 from collections.abc import Sequence
 
 import ray
 from ray.util import accelerators
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ... import storage
 from ...cluster import is_local_ray
+from ...config import PreprocessingConfig, TrainingConfig, pool_size
+
+
+def check_run(config: TrainingConfig, raw: PreprocessingConfig | None = None) -> None:
+    """Check that the cluster has what a run needs; `raw`: the encoders beside it, of an online run."""
+    check_shared(config.storage)
+    num_encoders = pool_size(raw.num_encoders)["min_size"] if raw else 0
+    check_cpus(num_trainers=0 if config.use_gpu else config.most_workers, num_encoders=num_encoders)
+    if config.use_gpu:
+        options = {"encoder_gpus": num_encoders * raw.gpus_per_encoder if raw else 0}
+        options["validates"] = config.extras.get("evaluate", {}) is not None
+        check_gpus(config.worker_counts, config.training_accelerator_type, **options)
+
+
+def check_job(config: PreprocessingConfig) -> None:
+    """Check that the cluster has what a preprocessing job needs."""
+    check_shared(config.storage)
+    check_shared(config.latents_uri, "latents_uri")
+    check_cpus(num_encoders=pool_size(config.num_encoders)["min_size"])
+
+
+def check_cpus(num_trainers: int = 0, num_encoders: int = 0) -> None:
+    """Check that trainers and encoders leave a CPU to the tasks that read: without one, all would wait without end.
+
+    Ray Train gives a CPU to a trainer without a GPU, and the notebooks give half of one to an encoder. Raises
+    ValueError on a Ray of this machine, where no node will join. Elsewhere prints what is waited for.
+    """
+    has = sum(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+    taken = num_trainers + num_encoders / 2
+    if taken + 1 <= has:
+        return
+    numbers = {"num_training_workers": num_trainers, "num_encoders": num_encoders}
+    names = " and ".join(f"{name}={number}" for name, number in numbers.items() if number)
+    sentence = f"{names} take {taken:g} of {has:g} CPUs, and the tasks that read data need one more"
+    if is_local_ray():
+        raise ValueError(f"{sentence}: use fewer of them, or a machine with more CPUs.")
+    print(f"{sentence}: the work starts when nodes with more CPUs have joined.")
+
+
+def check_shared(uri: str, parameter: str = "storage") -> None:
+    """Raises ValueError, naming the `parameter`, if some node does not see what this process writes to `uri`."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if len(nodes) < 2:
+        return
+    token = storage.join(uri, f".shared-{uuid.uuid4().hex}")
+    storage.write_text(token, "")
+    exists, seen = ray.remote(num_cpus=0)(storage.exists), {}
+    try:
+        for node in nodes:
+            on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            seen[node["NodeManagerAddress"]] = exists.options(scheduling_strategy=on_node).remote(token)
+        for address, answer in seen.items():
+            with contextlib.suppress(ray.exceptions.TaskUnschedulableError):  # the node left after it was listed
+                if not ray.get(answer):
+                    raise ValueError(
+                        f"{parameter}={uri!r} is not shared: the node {address} does not see what is written there. "
+                        "Give a folder that all nodes mount, or a URI such as s3://bucket/folder."
+                    )
+    finally:
+        storage.delete(token)
 
 
 def check_gpus(

@@ -15,7 +15,8 @@ import torch
 from ... import storage
 from ...config import TrainingConfig, first_difference
 from ...distributed import COMPILED_SHAPES
-from ...latents.manifest import MEND, DataSets, read_segments
+from ...latents.manifest import DataSets, read_segments
+from ...latents.parquet import MEND
 from ...latents.plan import plan_run
 from ...model import denoisers
 from ...train import checkpoint, run_folder, start

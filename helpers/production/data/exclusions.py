@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from ... import storage
 from ...config import TrainingConfig
-from ...latents import schema
+from ...latents import held_out, schema
 from ...latents.manifest import read_manifest
 from ...latents.parquet import open_parquet, read_parquet
 from ...train.extra import Extra
@@ -45,7 +45,7 @@ class Exclusions(Extra):
 
     def __post_init__(self):
         if self.uri:
-            object.__setattr__(self, "uri", storage.resolve(self.uri))
+            object.__setattr__(self, "uri", storage.resolve(str(self.uri)))
             object.__setattr__(self, "sha256", read_list(self.uri)[0])
 
     def hashes(self) -> np.ndarray:
@@ -102,6 +102,8 @@ class Exclusions(Extra):
 
     def on_driver(self, config: TrainingConfig) -> contextlib.AbstractContextManager:
         self.check_found(config.proportions)
+        if self.uri:  # before anything else reads the run's held-out rows
+            held_out.of_run(config.run_uri, config.proportions, config.largest_resolution, self.is_excluded)
         return contextlib.nullcontext()
 
 

@@ -14,7 +14,9 @@ from ... import storage
 from ...config import TrainingConfig, refuse_change
 from ...latents import schema
 from ...latents.held_out import groups_with
-from ...latents.manifest import MANIFEST, Manifest, RowRange, read_files, read_manifest
+from ...latents.manifest import MANIFEST, Manifest, read_manifest
+from ...latents.order import RowRange
+from ...latents.plan import read_files
 from ...latents.read import read_repeatedly, read_row_ranges, take_ahead
 
 GROUPS_AHEAD = 2  # row groups that are read while another one is computed

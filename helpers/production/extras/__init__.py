@@ -13,7 +13,7 @@ from typing import Any
 import pydantic
 import ray.train
 
-from ...config import TrainingConfig
+from ...config import TrainingConfig, read_as_typed
 from ...train.extra import Extra
 from .failures import RecordFailures
 
@@ -57,11 +57,15 @@ def change(name: str, extra: Any, arguments: dict[str, Any] | None) -> Any:
         if argument not in known:
             raise ValueError(f"extras: {name} has no {argument!r}: choose from {', '.join(known) or 'none'}.")
         try:
-            extra = dataclasses.replace(extra, **{argument: value})
+            extra = read_as_typed(value, functools.partial(with_argument, extra, argument))
         except pydantic.ValidationError as error:
             why = error.errors()[0]["msg"]
             raise ValueError(f"extras: {name} with {argument}={value!r} cannot be used ({why}): change it.") from None
     return extra
+
+
+def with_argument(extra: Any, argument: str, value: Any) -> Any:
+    return dataclasses.replace(extra, **{argument: value})
 
 
 def trainer_options(

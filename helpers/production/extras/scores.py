@@ -30,11 +30,10 @@ from ...encode.models import TINY_CLIP, TINY_SD
 from ...evaluate import held_out_losses
 from ...latents import held_out, schema
 from ...latents.manifest import DataSets, Manifest
-from ...latents.read import IsExcluded
 from ...model.denoisers import build_denoiser
 from ...model.sharding import cast_inputs
 from ...train import checkpoint, run_folder
-from ..data import exclusions, validation_set
+from ..data import validation_set
 from . import results
 
 if TYPE_CHECKING:
@@ -63,19 +62,22 @@ def settle(evaluate: Evaluate, config: TrainingConfig) -> Evaluate:
     }
     if missing := [name for name, is_missing in lacks.items() if is_missing]:
         raise ValueError(f"best_by={best_by!r} needs {missing[0]}: give one, or choose another best_by.")
-    sample.choose_sampler(config, evaluate.sampler, evaluate.sampling_steps)
+    sample.build_sampler(config, evaluate.sampler, evaluate.sampling_steps)
     if evaluate.validation_uri:
         validation_set.check(evaluate.validation_uri, config, data)
-    excluded = exclusions.Exclusions(**(config.extras.get("exclusions") or {}))
-    held_out_rows(config, excluded.is_excluded)
+    if held_out_rows(config) is None and not evaluate.best_by.startswith("validation_set"):
+        print(
+            f"No rows are held out (validation_share={config.validation_share:g}): there is no validation loss and no "
+            "CMMD. Encode more rows, or with a larger share, or give `evaluate` a validation_uri."
+        )
     prompts = read_prompts(evaluate.prompts)
     clip_model = evaluate.clip_model and models.pin_model(evaluate.clip_model, parameter="clip_model")
     return dataclasses.replace(evaluate, prompts=prompts, clip_model=clip_model)
 
 
-def held_out_rows(config: TrainingConfig, is_excluded: IsExcluded | None = None) -> pa.Table | None:
+def held_out_rows(config: TrainingConfig) -> pa.Table | None:
     """The run's held-out rows. The driver finds them: a large data set's list of files takes gigabytes."""
-    return held_out.of_run(config.run_uri, config.proportions, config.largest_resolution, is_excluded)
+    return held_out.of_run(config.run_uri, config.proportions, config.largest_resolution)
 
 
 def read_prompts(given: list[str] | str | None) -> list[str] | None:
@@ -302,22 +304,18 @@ class CLIP:
         folder = models.model_folder(model, "*")
         self.device = torch.device(device)
         transformers.logging.disable_progress_bar()
+        options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
         try:
-            kind = transformers.PretrainedConfig.get_config_dict(folder)[0].get("model_type")
-            if kind != "clip":
-                raise ValueError(f"its config.json says model_type={kind!r}, not 'clip'")
-            loaded, report = transformers.CLIPModel.from_pretrained(
-                folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-            )
-            if report["missing_keys"]:
-                raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
+            loaded, report = transformers.CLIPModel.from_pretrained(folder, **options)
             self.tokenizer = transformers.CLIPTokenizer.from_pretrained(folder)
             self.processor = transformers.CLIPImageProcessorPil.from_pretrained(folder)
+            if missing := report["missing_keys"]:  # transformers would fill them with random numbers
+                raise ValueError(f"its weights lack {min(missing)}")
         except (OSError, ValueError, RuntimeError) as error:
+            why = str(error).strip().splitlines()[0]
             raise ValueError(
-                f"{model!r} is not a CLIP model in transformers layout ({str(error).strip().splitlines()[0]}): give a "
-                "folder or hub id with a CLIPModel's config.json, model.safetensors, tokenizer and "
-                "preprocessor_config.json, as openai/clip-vit-large-patch14 has them."
+                f"{model!r} is not a CLIP model in transformers layout ({why}): give one such as "
+                "openai/clip-vit-large-patch14."
             ) from None
         self.model = loaded.eval().requires_grad_(False).to(self.device)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
+import sys
 import time
 
 import ray
@@ -11,7 +13,7 @@ import ray.train
 import ray.train.collective
 import torch
 
-from ... import cluster, distributed, storage
+from ... import distributed, storage
 from ...config import TrainingConfig
 from ...train import run_folder
 from ...train.extra import Extra
@@ -99,7 +101,7 @@ def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
     if not sick:
         return None
     uri, nodes = storage.join(run_uri, EXCLUDED), {everyone[rank]["node"] for rank in sick}
-    excluded = nodes.union(storage.read_json(uri) if storage.exists(uri) else [])
+    excluded = nodes.union(storage.read_json(uri, shape=[str]) if storage.exists(uri) else [])
     heads = {node["NodeID"] for node in ray.nodes() if HEAD in node["Resources"]}
     text = "; ".join(everyone[rank]["text"] for rank in sick)
     if not heads or nodes & heads or len(excluded) > MOST_EXCLUDED or (not computing and len(summing) == len(everyone)):
@@ -109,5 +111,18 @@ def exclude(run_uri: str, everyone: list[dict]) -> list[int] | None:
         return []
     storage.write_json(uri, sorted(excluded))
     for node in nodes:
-        cluster.drain_node(text, node)
+        drain_node(text, node)
     return sick
+
+
+def drain_node(reason: str, node_id: str) -> None:
+    """Tell Ray that a node will go: nothing is placed there any more, and Ray Train's workers there save a checkpoint.
+
+    Ray on that node ends as soon as nothing runs there. `node_id`: in hex. Raises RuntimeError if Ray refuses.
+    """
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+    command += ["--reason-message", reason, "--node-id", node_id]
+    command += ["--address", ray.get_runtime_context().gcs_address]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"Ray did not drain the node {node_id}: {(done.stderr or done.stdout).strip()[-500:]}")

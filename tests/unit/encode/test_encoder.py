@@ -7,7 +7,7 @@ import torch
 
 from helpers.config import PreprocessingConfig
 from helpers.encode import encoder, prepare, stages
-from helpers.encode.captions import load_tokenizer, tokenize
+from helpers.encode.captions import caption_ids
 from helpers.latents import schema
 from tests.unit.latents.test_buckets import raw_rows
 
@@ -23,7 +23,7 @@ def test_plain_arrays_are_encoded_as_the_networks_do(batch_size):
     latent_encoder = encoder.LatentEncoder("tiny-sd", batch_size=batch_size)
     moments, finite = latent_encoder.encode_images(random_pixels())
     assert (moments.shape, moments.dtype) == ((3, 2, 4, 4, 4), np.float16) and finite.all()
-    ids = tokenize(["a red circle", "", "two squares"], load_tokenizer("tiny-sd"))
+    ids = caption_ids(["a red circle", "", "two squares"], PreprocessingConfig())
     embeddings, finite = latent_encoder.encode_captions(ids)
     assert (embeddings.shape, embeddings.dtype) == ((3, 24, 128), np.float16) and finite.all()
     pixels = torch.from_numpy(random_pixels()).permute(0, 3, 1, 2) / 127.5 - 1

@@ -19,6 +19,7 @@ from helpers.encode.captions import caption_ids, load_tokenizer
 from helpers.latents import read, schema
 from helpers.model import diffusion
 from helpers.model.denoisers import load_denoiser_config
+from helpers.online.encode import choose_captions
 from helpers.train.step import TrainStep, Unit
 from tests.latents import plan_for, read_steps, refuse
 from tests.models import CHANNELS, DOWNSAMPLING, WIDTH, tiny_model
@@ -123,7 +124,7 @@ def captions(draw):
 @settings(max_examples=60, deadline=None)
 @given(captions(), st.data())
 def test_rows_of_any_length_come_back_bit_by_bit(made, data):
-    """From files, slices, chunks, in another order and with one of two captions chosen."""
+    """From files, slices, chunks and in another order."""
     values, num_tokens, valid = made
     spec = schema.ColumnSpec(schema.EMBEDDINGS, values.shape[1:], ragged=True)
     column, stream = spec.encode(values, valid, num_tokens), io.BytesIO()
@@ -135,10 +136,8 @@ def test_rows_of_any_length_come_back_bit_by_bit(made, data):
     stored = pq.ParquetFile(stream).read()["x"]
     order = np.array(data.draw(st.lists(st.integers(0, len(column) - 1), min_size=1, max_size=12)))
     chunks = pa.chunked_array([column.slice(0, cut), column.slice(cut)])
-    both = pa.table({schema.EMBEDDINGS: column, f"{schema.EMBEDDINGS}_2": pa.nulls(len(column), column.type)})
-    chosen = schema.choose_captions(both, np.ones(len(column), int))[schema.EMBEDDINGS]
     everything = np.arange(len(column))
-    taken = [(stored, everything), (chunks, everything), (read.take(chunks, order), order), (chosen, everything)]
+    taken = [(stored, everything), (chunks, everything), (read.take(chunks, order), order)]
     for found, places in [*taken, (column.slice(cut), everything[cut:])]:
         decoded, present = spec.decode(found)
         assert np.array_equal(present, valid[places])
@@ -262,12 +261,6 @@ def test_what_follows_from_the_denoiser_is_derived_and_recorded(tmp_path, denois
     assert (derived.maximum_tokens, derived.text_cleaning, derived.size_multiple) == wanted
 
 
-def test_an_unknown_denoiser_or_encoder_is_one_sentence_before_a_job_starts(tmp_path):
-    for model, denoiser, said in (("tiny-sd", "huge", "unet_config='huge'"), (str(tmp_path), "tiny", "encoder_model=")):
-        with pytest.raises(ValueError, match=said):
-            prepare.derive(config_of(model, unet_config=denoiser))
-
-
 def overflowing(folder, **options):
     """The folder of a VAE whose activations go beyond fp16's largest number, and what its config.json says."""
     model = tiny_model(folder, text="CLIPTextModel", **options)
@@ -309,6 +302,7 @@ def test_models_and_parameters_that_do_not_fit_are_one_sentence(model, tmp_path)
         ({"vae_model": model("AutoencoderDC")}, "latents='moments'"),
         ({"vae_model": model("AutoencoderDC"), "latents": "mean", "resolutions": [36]}, "multiples of 8"),
         ({"maximum_tokens": 25}, "maximum_tokens=25"),
+        ({"unet_config": "huge"}, "unet_config='huge'"),
         ({"vae_model": str(tmp_path)}, "vae_model='.*' or encoder_model='tiny-sd'"),
     ]
     for changes, message in refused:

@@ -1,6 +1,9 @@
 """A segment that fails: restarted where something was lost, and only there. No Ray."""
 
+import errno
 import json
+import os
+import pathlib
 
 import pyarrow as pa
 import pytest
@@ -16,7 +19,8 @@ from ray.exceptions import (
 from helpers import storage
 from helpers.config import PreprocessingConfig
 from helpers.encode import prepare
-from helpers.encode.job import Job, Segment
+from helpers.encode.job import Job, Segment, finished_manifest
+from helpers.lesson import captioned_shapes
 
 ROWS, MODELS = 10, {"model": "tiny-sd", "text_encoder_model": "tiny-sd"}
 LOST = {
@@ -35,8 +39,8 @@ WRONG = {
 
 def job_of(folder, parameters=None, **changes):
     return Job(
-        str(folder),
-        {"resolutions": [32], "validation_share": 0.0, **(parameters or {})},
+        PreprocessingConfig(latents_uri=str(folder), **changes),
+        {"resolutions": [32], "validation_share": 0.0, "id_type": "int64", **(parameters or {})},
         {
             "encoder": {"model": "tiny-sd", "text_encoder_model": "tiny-sd"},
             "columns": [],
@@ -44,35 +48,41 @@ def job_of(folder, parameters=None, **changes):
             "empty_caption_embedding": "",
         },
         plan=lambda: [Segment(0, ["a"], ROWS), Segment(1, ["b"], ROWS)],
-        id_type=pa.int64(),
-        **changes,
     )
 
 
 class Reports:
     """What a pipeline's write tasks report of a segment, or an error after a file was written."""
 
-    def __init__(self, job, segment, error=None):
-        self.job, self.segment, self.error = job, segment, error
+    def __init__(self, job, segment, error=None, **changes):
+        self.job, self.segment, self.error, self.changes = job, segment, error, changes
 
     def iter_batches(self, **options):
         name = f"{self.segment.index:06d}-0123456789ab.parquet"
         storage.write_text(self.job.uri("data", name), "")
         if self.error:
             raise self.error
-        report = {"files": [{"name": name, "row_groups": [ROWS]}], "rejects": [], "written": ROWS, "bytes": 0}
+        report = {
+            "files": [{"name": name, "row_groups": [ROWS], "buckets": {}}],
+            "rejects": [],
+            "written": ROWS,
+            "bytes": 0,
+        }
         report |= {"buckets": {}, "rejected": {}, "noted": {}, "calls": []}
-        report |= dict.fromkeys(["transform_seconds", "encode_seconds", "write_seconds"], 0.0)
+        report |= {**dict.fromkeys(["transform_seconds", "encode_seconds", "write_seconds"], 0.0), **self.changes}
         yield pa.table({"report": [json.dumps(report)], "rows": [ROWS]})
 
 
-def failing(job, errors):
-    """A pipeline that fails with one error after another, and the indices of the segments that it began."""
+def failing(job, errors, **changes):
+    """A pipeline that fails with one error after another, and the indices of the segments that it began.
+
+    `changes`: of what its tasks report.
+    """
     errors, begun = list(errors), []
 
     def pipeline(segment):
         begun.append(segment.index)
-        return Reports(job, segment, errors.pop(0) if errors else None)
+        return Reports(job, segment, errors.pop(0) if errors else None, **changes)
 
     return pipeline, begun
 
@@ -84,7 +94,7 @@ def test_a_segment_is_begun_again_when_something_is_lost(tmp_path, capsys, error
     manifest = job.run(pipeline)
     assert begun == [0, 0, 0, 1] and manifest.written == 2 * ROWS
     said = capsys.readouterr().out
-    assert "Segment 0 is restarted (failure 1 of max_failures=2): " in said and "(failure 2 of max_failures=2)" in said
+    assert "Segment 0 is restarted (failure 1): " in said and "(failure 2): " in said
 
 
 def test_after_max_failures_the_job_ends_and_can_be_resumed(tmp_path):
@@ -97,7 +107,7 @@ def test_after_max_failures_the_job_ends_and_can_be_resumed(tmp_path):
 
 
 def test_without_a_limit_a_segment_is_begun_again_whenever_something_is_lost(tmp_path, capsys):
-    job = job_of(tmp_path, max_failures=PreprocessingConfig(max_failures=-1).max_failures)
+    job = job_of(tmp_path, max_failures=-1)
     pipeline, begun = failing(job, [LOST["actor"]] * 9)
     assert job.run(pipeline).written == 2 * ROWS and begun == [0] * 10 + [1]
     assert "Segment 0 is restarted (failure 9): " in capsys.readouterr().out
@@ -128,6 +138,41 @@ def test_a_job_with_other_parameters_or_of_an_earlier_version_is_not_gone_on_wit
     storage.write_json(uri, {"parameters": {**job.parameters, "schema_version": 4}, "segments": []})
     with pytest.raises(ValueError, match="schema_version=4, not 5"):
         job_of(tmp_path)
+
+
+def test_a_job_that_rejects_all_rows_ends_with_the_reasons_each_time(tmp_path):
+    pipeline, begun = failing(job_of(tmp_path), [], written=0, rejected={"broken image": ROWS})
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"20 rejected: broken image\): .* delete .* or give another latents_uri"):
+            job_of(tmp_path).run(pipeline)
+    assert begun == [0, 1] and not finished_manifest(str(tmp_path))
+
+
+def test_a_file_written_again_with_its_size_is_said(tmp_path, capsys):
+    options = {"input_format": "parquet", "image_column": "jpg", "caption_column": "caption", "id_column": "hash"}
+    config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], **options)
+    captioned_shapes.write_data_set(config.raw_uri, 20)
+    (path,) = pathlib.Path(config.raw_uri).glob("*.parquet")
+    job = prepare.prepare_job(config)
+    job.save()
+    prepare.prepare_job(config)
+    assert "written again" not in capsys.readouterr().out
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    assert prepare.prepare_job(config).parameters == job.parameters
+    assert f"(the newest is {path.name})" in capsys.readouterr().out
+    del job.parameters["input_written_crc32"]  # of a job of before
+    job.save()
+    prepare.prepare_job(config)
+    assert "written again" not in capsys.readouterr().out
+
+
+def test_a_storage_that_cannot_be_written_is_refused_first(tmp_path, monkeypatch):
+    def read_only(uri, text):
+        raise OSError(errno.EROFS, f"{uri} cannot be written: Read-only file system")
+
+    monkeypatch.setattr(storage, "write_text", read_only)
+    with pytest.raises(ValueError, match="latents_uri='.*/latents' cannot be written: give another storage"):
+        prepare.check_early(PreprocessingConfig(storage=str(tmp_path)))
 
 
 def test_rows_that_nothing_accounts_for_are_not_committed(tmp_path):

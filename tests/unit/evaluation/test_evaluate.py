@@ -129,24 +129,6 @@ def test_what_fails_is_noted_and_the_rest_is_found(build_run, capsys):
     assert "evaluation of step 10, cmmd failed: ValueError: 'broken' is no CLIP" in capsys.readouterr().out
 
 
-def test_what_cannot_be_drawn_leaves_the_losses(build_run, monkeypatch):
-    monkeypatch.setattr(scores.sample, "generate", lambda *_, **__: 1 / 0)
-    found = evaluate_denoiser(build_run())
-    assert found["failed"] == {"drawing": "ZeroDivisionError: division by zero"} and found["validation_loss"] > 0
-
-
-def test_without_prompts_captions_of_held_out_rows_are_drawn(build_run):
-    config = build_run()
-    assert evaluate_denoiser(config, prompts=None, clip_model=None).keys() & {"clip_score", "cmmd"} == set()
-    shown = json.loads(storage.read_text(f"{config.run_uri}/evaluation/000000010/prompts.json"))
-    assert shown == [f"caption {number}" for number in range(6)]
-
-
-def test_the_small_clip_judges_only_what_it_knows(build_manifest):
-    photographs = build_manifest(encoder={"model": "another", "revision": "0", "precision": "fp32"})
-    assert not scores.uses_clip("tiny-clip", photographs)
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_loss_is_the_same_by_the_trainers_and_by_a_task(tmp_path, build_run, strategy):
     """In bf16, whose errors would hide what a checkpoint is better by: within a hundredth of that to fp32."""
@@ -262,14 +244,6 @@ def test_the_driver_settles_prompts_and_hands_over_the_evaluation(build_run, tmp
     settled = dataclasses.replace(given, prompts=["a red circle", "a blue square, small"])
     assert made.fn.keywords == {"evaluate": settled, "config": config}
     assert made.ray_remote_kwargs == {"num_cpus": 0, "max_retries": -1}
-
-
-def test_a_file_without_prompts_is_refused(tmp_path):
-    (tmp_path / "prompts.txt").write_text("\n \n")
-    with pytest.raises(ValueError, match="holds no prompt"):
-        scores.read_prompts(f"{tmp_path}/prompts.txt")
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        scores.read_prompts(f"{tmp_path}/absent.txt")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from helpers.encode import encoder, prepare, stages
 from helpers.encode.job import Job
 from helpers.evaluate import losses_by_noise, validation_loss
 from helpers.latents import held_out, schema
-from helpers.latents.manifest import DataSets, read_files, read_manifest
-from helpers.latents.plan import plan_run
+from helpers.latents.manifest import DataSets, read_manifest
+from helpers.latents.plan import plan_run, read_files
 from helpers.latents.read import latents_reader, read_row_ranges, split_units
 from helpers.lesson import display
 from helpers.model.denoisers import build_denoiser
@@ -90,7 +90,7 @@ def test_latents_are_those_of_the_crop_alone(encoded):
     rows, encode = raw_rows(SIZES * 10), encoder.LatentEncoder(CONFIG.encoder_model)
     columns = {spec.name: spec for spec in prepare.stored_columns(CONFIG, 1)}
     picture = images.decode(rows[inputs.IMAGE][5].as_py())  # 90 x 64, nearest to a square
-    pixels = images.to_pixels(images.resize(picture.crop((13, 0, 77, 64)), 32))
+    pixels = images.cut(picture, ((13, 0, 77, 64), False), (32, 32))
     squares = columns["image_latents_32"]
     stored, valid = squares.decode(encoded[squares.name].cast(squares.arrow_type))
     expected = encode.encode_images(pixels[None])[0][0]

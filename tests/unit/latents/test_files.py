@@ -10,10 +10,11 @@ import pytest
 
 from helpers.config import TrainingConfig
 from helpers.latents import schema
+from helpers.latents.held_out import example_rows
 from helpers.latents.manifest import DataSets, read_manifest
 from helpers.latents.parquet import write_latents_file
 from helpers.latents.plan import load_plan
-from helpers.latents.read import example_rows, latents_reader
+from helpers.latents.read import latents_reader
 from helpers.lesson import display
 from helpers.production.checks import training
 from helpers.production.data.validation_set import ValidationSet

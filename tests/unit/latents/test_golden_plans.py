@@ -15,7 +15,8 @@ import pytest
 
 from helpers.config import TrainingConfig
 from helpers.latents import schema
-from helpers.latents.manifest import DataSets, Files, Manifest
+from helpers.latents.manifest import DataSets, Manifest
+from helpers.latents.order import Files
 from helpers.latents.plan import plan_run
 from tests.latents import receive_steps
 

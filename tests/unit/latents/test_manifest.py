@@ -1,7 +1,6 @@
 """The two files of a latents folder."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -9,7 +8,6 @@ from helpers import storage
 from helpers.latents.manifest import (
     FILES,
     MANIFEST,
-    Manifest,
     read_manifest,
     write_manifest,
 )
@@ -86,7 +84,7 @@ def test_data_whose_files_have_changed_has_another_sum(build_manifest):
 
 
 @pytest.mark.parametrize("version", [4, "5", None])
-def test_latents_of_another_version_are_refused_with_what_to_do(build_manifest, version):
-    values = {**dataclasses.asdict(build_manifest()), "schema_version": version}
+def test_latents_of_another_version_are_refused_with_what_to_do(tmp_path, build_manifest, version):
+    write_manifest(str(tmp_path), dataclasses.replace(build_manifest(), schema_version=version), [])
     with pytest.raises(ValueError, match=f"schema version {version!r}, this code reads 5: encode the data again"):
-        Manifest.from_dict(json.loads(json.dumps(values)))
+        read_manifest(str(tmp_path))

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from helpers.config import TrainingConfig
 from helpers.latents import schema
-from helpers.latents.manifest import DataSets, Files
-from helpers.latents.plan import CHUNK_BYTES, BucketRows, Plan, Shape, Source, plan_run, sources_by_shape
+from helpers.latents.manifest import DataSets
+from helpers.latents.order import BucketRows, Files, Plan, Shape, Source
+from helpers.latents.plan import CHUNK_BYTES, plan_run, sources_by_shape
 from helpers.latents.read import worker_units
 from helpers.train.start import describe_shapes
 from tests.unit.latents.test_golden_plans import SHAPES, make_manifest

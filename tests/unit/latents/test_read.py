@@ -12,7 +12,9 @@ import ray
 
 from helpers.config import TrainingConfig
 from helpers.latents import read, schema
-from helpers.latents.manifest import RowRange, read_files, write_manifest
+from helpers.latents.manifest import write_manifest
+from helpers.latents.order import RowRange
+from helpers.latents.plan import read_files
 from helpers.latents.read import (
     CHUNKS_AHEAD,
     join_blocks,

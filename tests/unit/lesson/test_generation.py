@@ -9,9 +9,10 @@ from PIL import Image
 
 from helpers import storage
 from helpers.lesson import generation
+from helpers.lesson.generation import load_pipeline
 from helpers.model.denoisers import build_denoiser
 from helpers.production.extras import scores
-from helpers.sample import export_pipeline, generate, load_pipeline
+from helpers.sample import export_pipeline, generate
 from tests.pipelines import untrained_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -302,7 +302,7 @@ def predict_perfectly(noisy, timestep, latents, alphas_T):
 )
 @pytest.mark.parametrize("steps", [2, 20, 61, 350])
 def test_a_stock_sampler_arrives_at_the_latents_that_a_perfect_model_knows(name, kind, options, steps):
-    sampler = sample.build_sampler(name, kind, **options)
+    sampler = sample.build_sampler(TrainingConfig(prediction_type=kind, **options), name, steps)
     sampler.set_timesteps(steps)
     alphas_T = None if kind == "flow" else diffusion.noise_schedule(kind, **options).alphas_cumprod
     latents, noisy = torch.randn(2, 1, 4, 4, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
@@ -327,7 +327,7 @@ def test_a_sampler_begins_at_the_noisiest_timestep_and_takes_each_once_or_the_nu
     refused = []
     for steps in [*range(1, 1000, 13), 20, 61, 350, 600, 999, 1000]:
         try:
-            sampler = sample.choose_sampler(TrainingConfig(**options), name, steps)
+            sampler = sample.build_sampler(TrainingConfig(**options), name, steps)
         except ValueError as error:
             assert f"sampling_steps={steps}" in str(error)
             refused.append(steps)
@@ -344,10 +344,10 @@ def test_a_sampler_begins_at_the_noisiest_timestep_and_takes_each_once_or_the_nu
 def test_a_sampler_of_flow_begins_once_at_the_noisiest_timestep_or_the_number_of_steps_is_refused(name, shift, most):
     config = TrainingConfig(prediction_type="flow", timestep_shift=shift)
     for steps in (1, 2, 20, 61, 331, most):
-        sampler = sample.choose_sampler(config, name, steps)
+        sampler = sample.build_sampler(config, name, steps)
         sampler.set_timesteps(steps)
         timesteps = sampler.timesteps.tolist()
         assert (timesteps[0], timesteps.count(999), len(timesteps)) == (999, 1, steps)
         assert draw_blindly(sampler).isfinite().all()
     with pytest.raises(ValueError, match=f"takes 1 to {most} "):
-        sample.choose_sampler(config, name, most + 1)
+        sample.build_sampler(config, name, most + 1)

@@ -1,6 +1,7 @@
 """Online, rows that are filtered, held out or too small are known before any picture is read."""
 
 import collections
+import dataclasses
 import functools
 import io
 import json
@@ -8,12 +9,16 @@ import pathlib
 import subprocess
 import sys
 import tarfile
+import tempfile
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from helpers import storage
@@ -22,7 +27,7 @@ from helpers.encode import encoder, prepare
 from helpers.latents import plan as plan_module
 from helpers.latents import read as read_module
 from helpers.latents import schema
-from helpers.latents.manifest import read_manifest
+from helpers.latents.manifest import RowRange, read_manifest
 from helpers.online import encode, index
 from helpers.online import prepare as prepare_online
 from helpers.online.config import OnlineConfig
@@ -35,9 +40,9 @@ from tests.latents import plan_for, read_steps
 SIZES = [(40, 40), (64, 32), (32, 64), (70, 70), (20, 20)]
 
 
-def picture(size, number):
+def picture(size, number, kind="PNG"):
     data = io.BytesIO()
-    Image.new("RGB", size, (number * 37 % 256, number % 256, 100)).save(data, "PNG")
+    Image.new("RGB", size, (number * 37 % 256, number % 256, 100)).save(data, kind)
     return data.getvalue()
 
 
@@ -92,13 +97,13 @@ def in_this_process(monkeypatch):
 @pytest.fixture
 def decoded(monkeypatch):
     """The bytes of each picture that is decoded, here in this process."""
-    found, decode = [], images.decode
+    found, load = [], images.load
 
     def run_here(function, calls, seconds):
         return [function(*call) for call in calls]
 
     monkeypatch.setattr(isolated, "run_apart", run_here)
-    monkeypatch.setattr(images, "decode", lambda data, *rest: found.append(data) or decode(data, *rest))
+    monkeypatch.setattr(images, "load", lambda one, data, *rest: found.append(data) or load(one, data, *rest))
     return found
 
 
@@ -212,6 +217,80 @@ def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatc
     assert prepare_online.prepare_run(raw, training)[0].read == 250 and len(described) == 6
 
 
+def rewrite(folder, rows, input_format):
+    """Rows as files of a format, which come to the same sizes in any order of the rows."""
+    storage.delete(folder)
+    folder.mkdir(parents=True)
+    table = pa.Table.from_pylist(rows)
+    if input_format == "parquet":
+        pq.write_table(table, folder / "a.parquet", compression="none", use_dictionary=False, write_statistics=False)
+    elif input_format == "arrow":
+        datasets.Dataset(table).save_to_disk(str(folder))
+    elif input_format == "webdataset":
+        write_tar(folder / "a.tar", table, json_of=("hash",))
+    else:
+        for number, row in enumerate(rows):
+            (folder / f"{number:02d}.bmp").write_bytes(row["jpg"])
+        lines = [json.dumps({"file_name": f"{number:02d}.bmp", **row, "jpg": ""}) for number, row in enumerate(rows)]
+        (folder / "metadata.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("input_format", ["parquet", "webdataset", "arrow", "imagefolder"])
+def test_files_written_again_with_the_same_sizes_have_a_new_index(tmp_path, capsys, input_format):
+    """The rows in reverse order: the old index would train on held-out rows. Rows that are the same keep the index."""
+    rows = [{"hash": f"{n:02d}", "caption": f"caption {n:02d}", "jpg": picture((32, 32), n, "BMP")} for n in range(40)]
+    options = {"storage": str(tmp_path), "input_uri": str(tmp_path / "raw"), "resolutions": [32], "id_column": "hash"}
+    training = TrainingConfig(storage=str(tmp_path), latents_uri=f"{tmp_path}/online", resolution=32)
+    training = dataclasses.replace(training, global_batch_size=1, validation_share=0.3)
+    manifests, sizes = [], []
+    for written in (rows, rows, rows[::-1]):
+        rewrite(tmp_path / "raw", written, input_format)
+        sizes.append(storage.sizes(tmp_path / "raw"))
+        raw = detect.detect(OnlineConfig(**options)).config
+        manifest, plan = planned(raw, training)
+        manifests.append(manifest)
+        trained = pa.concat_tables(transformed(plan, raw, 0, plan.steps_per_epoch))
+        trained = trained.filter(trained["keep"])["id"].to_pylist()
+        assert len(trained) == manifest.buckets["32"] == 40 - manifest.buckets["held out 32"]
+        assert not schema.held_out_mask(trained, 0.3).any()
+    assert sizes[0] == sizes[1] == sizes[2]
+    assert manifests[0] == manifests[1] != manifests[2]
+    assert capsys.readouterr().out.count("were written again") == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1), min_size=1, max_size=4))
+def test_a_raw_file_may_have_any_name_that_a_disk_takes(parts):
+    parts = [part.replace("/", "_").strip(".") or "x" for part in [*parts[:-1], parts[-1] * 40]]
+    parts = [part.encode()[:255].decode(errors="ignore") for part in parts]
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "raw", *parts)
+        path.parent.mkdir(parents=True)
+        pq.write_table(rows_of(8), path)
+        columns = {"input_format": "parquet", "image_column": "jpg", "caption_column": "caption", "id_column": "hash"}
+        raw = OnlineConfig(storage=folder, input_uri=f"{folder}/raw", resolutions=[32], **columns)
+        name = "/".join(parts)
+        key, (report,) = index.build_index(f"{folder}/index", [str(path)], {name: 1}, raw, 0.0)
+        assert (report["name"], report["read"]) == (name, 8)
+        ranges = [RowRange(f"{key}/{name}", 0, 0, 8, 0)]
+        rows = index.read_indexed_rows(ranges, raw, f"{folder}/index")
+        assert rows["id"].to_pylist() == [f"id {number}" for number in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"row_filter": "score > 5"}, "200 left out by row_filter='score > 5'"),
+        ({"resolutions": [96]}, "200 rejected: "),
+    ],
+)
+def test_a_run_without_a_usable_row_is_refused_with_the_reasons(tmp_path, changes, reason):
+    raw, training, _ = configs(tmp_path, **{**KNOWN, **changes})
+    with pytest.raises(ValueError, match=f"^No row of input_uri=.* can be used, of 200 that were read .*{reason}"):
+        prepare_online.prepare_run(raw, training)
+    assert not storage.exists(storage.join(training.latents_uri, "manifest.json"))
+
+
 def test_half_an_index_is_completed_from_its_files(tmp_path):
     """Its `index.json`, or the manifest that was made of it; the files of the index are not read again."""
     raw, training, _ = configs(tmp_path, training={"validation_share": 0.0})
@@ -222,7 +301,7 @@ def test_half_an_index_is_completed_from_its_files(tmp_path):
         damaged.write_bytes(damaged.read_bytes()[:-20])
         assert prepare_online.prepare_run(raw, training)[0] == manifest
         assert read_manifest(training.latents_uri).files_crc32 == manifest.files_crc32
-    assert {path: path.stat().st_mtime_ns for path in files} == files and storage.read_json(report)
+    assert {path: path.stat().st_mtime_ns for path in files} == files and storage.read_json(report, shape=list)
 
 
 def test_only_the_columns_that_decide_are_read_for_an_index(tmp_path, monkeypatch):
@@ -237,11 +316,11 @@ def test_only_the_columns_that_decide_are_read_for_an_index(tmp_path, monkeypatc
     assert asked and all(columns == ["hash", "caption", "score", "width", "height"] for columns in asked)
 
 
-def write_tar(path, table):
+def write_tar(path, table, json_of=("width", "height", "score")):
     """Each sample's picture, text and JSON; {key: bytes of all its members}."""
     with tarfile.open(path, "w") as tar:
         for number, row in enumerate(table.to_pylist()):
-            about = json.dumps({name: row[name] for name in ("width", "height", "score")})
+            about = json.dumps({name: row[name] for name in json_of})
             for extension, data in (("jpg", row["jpg"]), ("txt", row["caption"].encode()), ("json", about.encode())):
                 member = tarfile.TarInfo(f"{number:04d}.{extension}")
                 member.size = len(data)

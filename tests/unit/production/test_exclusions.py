@@ -192,11 +192,16 @@ def test_a_masked_row_changes_no_bit_of_the_losses_of_others(config, make_list):
     assert num_masked > 0
 
 
-def test_held_out_rows_are_dropped_too(config, make_list):
-    where = config.run_uri, config.proportions, config.largest_resolution
-    withheld = held_out.of_run(*where)["id"].to_pylist()
-    is_excluded = excluding(make_list, withheld[:3]).is_excluded
-    assert held_out.of_run(*where, is_excluded)["id"].to_pylist() == withheld[3:]
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_held_out_rows_are_dropped_too(config, make_list, is_cached):
+    """By the extra alone: a list in the notebook counts as much as one in the parameter `extras`."""
+    where = [config.proportions, config.largest_resolution]
+    withheld = held_out.first(*where, held_out.NUM_ROWS)["id"].to_pylist()
+    if is_cached:
+        assert held_out.of_run(config.run_uri, *where)["id"].to_pylist() == withheld
+    listed = excluding(make_list, withheld[:3])
+    with listed.on_driver(config):
+        assert held_out.of_run(config.run_uri, *where)["id"].to_pylist() == withheld[3:]
 
 
 def test_a_list_of_which_no_id_is_in_the_latents_is_refused(config, make_list, tmp_path, build_latents):

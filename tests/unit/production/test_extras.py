@@ -1,6 +1,5 @@
 """The list of extras: what a job may change in it, and what is refused before Ray starts."""
 
-import os
 import types
 
 import pytest
@@ -11,7 +10,7 @@ from helpers.config import TrainingConfig
 from helpers.production.extras import choose, preemption, trainer_options
 from helpers.production.extras.failures import RecordFailures
 from helpers.production.extras.meter import Meter
-from helpers.production.extras.watchdog import LIMIT, Watchdog
+from helpers.production.extras.watchdog import Watchdog
 from helpers.train.extra import Extra
 
 LISTED = {"watchdog": Watchdog(), "meter": Meter()}
@@ -21,6 +20,7 @@ def test_a_job_changes_the_list_by_name_and_keeps_its_order():
     assert choose(LISTED, {}) == LISTED
     assert choose(LISTED, {"meter": None, "watchdog": {"timeout": 60}}) == {"watchdog": Watchdog(timeout=60)}
     assert choose(LISTED, {"evaluate": {"every": 10}}) == LISTED  # of another notebook
+    assert choose(LISTED, {"watchdog": {"timeout": "6e1"}})["watchdog"] == Watchdog(timeout=60)  # as YAML has it
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,6 @@ def test_the_driver_gets_the_callbacks_of_all_extras(tmp_path):
     options = trainer_options({"told": Told(), **LISTED}, TrainingConfig(storage=str(tmp_path)), RunConfig(name="a"))
     kinds = [type(callback) for callback in options["run_config"].callbacks]
     assert kinds == [RecordFailures, ray.train.UserCallback] and options["validation_config"] == "a config"
-
-
-def test_ray_train_waits_for_a_worker_as_long_as_the_watchdog(monkeypatch):
-    monkeypatch.delenv(LIMIT, raising=False)
-    with Watchdog(timeout=60).on_driver(TrainingConfig()):
-        assert float(os.environ[LIMIT]) == 60
-    assert LIMIT not in os.environ
 
 
 def test_a_preemption_is_answered_by_one_checkpoint(monkeypatch):

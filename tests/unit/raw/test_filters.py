@@ -1,11 +1,9 @@
 """`row_filter` against an evaluation with three truth values, as in SQL. What is no comparison is never run."""
 
 import dataclasses
-import io
 import math
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,22 +96,28 @@ TYPES = pa.schema([("width", pa.int64()), ("score", pa.float64()), ("caption", p
 @settings(max_examples=150, deadline=None)
 @given(st.recursive(comparisons(), joined, max_leaves=6), ROWS)
 def test_a_filter_keeps_the_rows_for_which_it_is_true(expression, rows):
-    """Unknown is not true: a comparison with a missing value, or with NaN, drops the row, under `not` too.
-
-    In memory, and in the read of a file, where the statistics of row groups count.
-    """
-    table = pa.Table.from_pylist(
-        [{**row, "number": i} for i, row in enumerate(rows)], schema=TYPES.append(pa.field("number", pa.int64()))
-    )
-    expected, parsed = (
-        [i for i, row in enumerate(rows) if expression.value(row) is True],
-        filters.parse_filter(expression.text),
-    )
-    assert table.filter(parsed.to_pyarrow())["number"].to_pylist() == expected
-    file = io.BytesIO()
-    pq.write_table(table, file, row_group_size=3)
-    assert pq.read_table(file, filters=parsed.to_pyarrow())["number"].to_pylist() == expected
+    """Unknown is not true: a comparison with a missing value, or with NaN, drops the row, under `not` too."""
+    table = pa.Table.from_pylist(rows, schema=TYPES)
+    expected = [i for i, row in enumerate(rows) if expression.value(row) is True]
     assert filters.kept_rows(table, expression.text).nonzero()[0].tolist() == expected
+
+
+WHOLE = st.sampled_from([*range(-3, 4), 2**24 + 1, 2**31 - 1, 2**53 + 1, 2**63 - 1, 2**63 + 1, 2**64 - 1])
+
+
+@given(
+    st.sampled_from([pa.int8(), pa.int32(), pa.int64(), pa.uint64(), pa.float32(), pa.float64(), pa.decimal128(20)]),
+    st.lists(WHOLE, min_size=1),
+    st.sampled_from(list(COMPARE)),
+    st.integers(-(2**62), 2**62) | st.sampled_from([0.1, 1.5, -2.5, 1e30]),
+)
+def test_numbers_are_compared_as_numbers_whatever_their_types_are(kind, values, operator, constant):
+    """Arrow alone refuses whole numbers above 2^24 beside 1.5, and above 2^53 beside 0.1."""
+    column = pa.array(values, pa.decimal128(20)).cast(kind, safe=False)
+    found = filters.kept_rows(pa.table({"bytes": column}), f"bytes {operator} {constant}").tolist()
+    if pa.types.is_floating(kind) or isinstance(constant, float) or pa.types.is_decimal(kind):  # 64-bit floats
+        column, constant = column.cast(pa.float64(), safe=False), float(constant)
+    assert found == [COMPARE[operator](value, constant) for value in column.to_pylist()]
 
 
 REFUSED = [
@@ -132,14 +136,19 @@ REFUSED = [
     "width > 1; import os",
     "(" * 400 + "width > 1" + ")" * 400,
     "not " * 5000 + "width > 1",
+    "not " * 2000 + "width > 1",
+    " and ".join(["width > 1"] * 60_000),
+    "width " + "< width " * 5000 + "< 1",
+    "width == '" + "x" * 700_000 + "'",
 ]
 
 
 @pytest.mark.parametrize("text", REFUSED, ids=range(len(REFUSED)))
 def test_what_is_no_comparison_is_refused_and_never_run(text):
     for function in (filters.parse_filter, filters.filter_columns):
-        with pytest.raises(ValueError, match="is not|is neither"):
+        with pytest.raises(ValueError, match="is not a comparison") as refused:
             function(text)
+        assert len(str(refused.value)) < 1000
 
 
 @settings(max_examples=150, deadline=None)

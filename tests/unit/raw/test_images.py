@@ -30,14 +30,36 @@ def difference(one, other):
     return np.abs(np.asarray(one, dtype=float) - np.asarray(other, dtype=float)).max()
 
 
-def png(width, height, rows=b"", depth=8, colours=2):
-    """A PNG that claims a size (`colours` 2: RGB, 6: RGBA), whatever it holds."""
+def png(width, height, rows=b"", depth=8, colours=2, **chunks):
+    """A PNG that claims a size (`colours` 0: grey, 2: RGB, 3: palette, 6: RGBA), whatever it holds."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">IIBBBBB", width, height, depth, colours, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+    start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + b"".join(chunk(k.encode(), v) for k, v in chunks.items())
+    return start + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+
+
+def tiff(values, photometric, *, extra=None, size=None):
+    """An uncompressed TIFF of (H, W) or (H, W, samples) values, some of which Pillow cannot write."""
+    height, width = values.shape[:2]
+    samples, kind = values[0, 0].size, {"u": 1, "i": 2, "f": 3}[values.dtype.kind]
+    width, height = size or (width, height)
+    tags = {256: width, 257: height, 259: 1, 262: photometric, 277: samples, 278: height, 279: values.nbytes}
+    many = {258: [values.dtype.itemsize * 8] * samples, 339: [kind] * samples}
+    if extra:
+        tags[338] = extra
+    start = 8 + 2 + 12 * (len(tags) + 3) + 4  # of what does not fit into an entry
+    entries, more = {273: struct.pack("<HHII", 273, 4, 1, start + 4 * samples)}, b""
+    entries |= {tag: struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()}
+    for tag, parts in many.items():
+        packed = struct.pack(f"<{samples}H", *parts)
+        entries[tag] = struct.pack("<HHI", tag, 3, samples)
+        entries[tag] += packed.ljust(4, b"\0") if len(packed) <= 4 else struct.pack("<I", start + len(more))
+        more += packed
+    table = b"".join(entry for _, entry in sorted(entries.items()))
+    return b"II*\0" + struct.pack("<IH", 8, len(entries)) + table + bytes(4) + more + values.tobytes()
 
 
 # ---- every format and mode that people have
@@ -157,10 +179,9 @@ def ink_profile():
     ("kind", "options"), [*((kind, {}) for kind in images.FORMATS), ("JPEG", {"progressive": True})]
 )
 def test_an_image_that_was_cut_short_is_a_broken_one(kind, options):
-    """A JPEG without its end marker too: its last pixels may be missing."""
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
     data = encoded(noise, kind, **options)
-    for end in (len(data) // 2, int(0.9 * len(data)), *[len(data) - 2] * (kind == "JPEG")):
+    for end in (len(data) // 2, int(0.9 * len(data)), *[len(data) - 5] * (kind == "JPEG")):
         with pytest.raises(images.BadImage, match="^broken image$"):
             images.decode(data[:end])
 
@@ -260,6 +281,82 @@ def test_a_png_is_read_whatever_its_texts_are(data):
     assert found.info == ({images.NOTE: images.BROKEN_PROFILE} if b"iCCP" in data else {})
 
 
+# ---- JPEGs, strictly and at a smaller scale
+
+
+def leaves(width, height, seed=0):
+    """As photographs are: overlapping discs of all sizes, fine grain, and noise whose power falls with frequency."""
+    random = np.random.default_rng(seed)
+    picture = np.full((height, width, 3), 128.0)
+    for radius in np.minimum(8 / np.sqrt(1 - random.random(300)), width / 3):
+        disc = np.hypot(*np.mgrid[-radius:radius, -radius:radius]) < radius
+        top, left = random.integers(0, (height, width)) * (1 - np.array(disc.shape) / (height, width))
+        part = picture[int(top) :, int(left) :][: len(disc), : len(disc)]
+        part[disc[: len(part), : part.shape[1]]] = random.normal(128, 50) + random.normal(0, 12, 3)
+    spectrum = np.fft.rfft2(random.normal(size=(height, width)))
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
+    texture = np.fft.irfft2(spectrum / np.maximum(frequency, 1 / width), s=(height, width))
+    picture += 20 * (texture / texture.std() + random.normal(0, 0.1, texture.shape))[..., None]
+    return Image.fromarray(np.clip(picture, 0, 255).astype(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def photo():
+    return leaves(1600, 1200)
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"restart_marker_rows": 1}])
+def test_a_jpeg_of_which_a_part_is_lost_is_a_broken_image(photo, options):
+    """Unless that part is its end marker. Pillow alone shows most of these, half grey."""
+    data = encoded(photo.resize((256, 192)), "JPEG", quality=92, **options)
+    half, end = len(data) // 2, b"\xff\xd9"
+    damaged = [data[:half] + bytes(len(data) - half), data[:half] + bytes(len(data) - half - 2) + end]
+    damaged += [data[:half] + end, data[:half] + bytes(512) + data[half + 512 :], data[:-20], data[:-20] + end]
+    for one in damaged:
+        with pytest.raises(images.BadImage, match="^broken image$"):
+            images.decode(one)
+    assert images.decode(data[:-2]) == images.decode(data) == images.decode(data + b"more")
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("options", [{}, {"keep_rgb": True}, {"icc_profile": b"no profile" * 9}])
+def test_a_jpeg_has_the_pixels_that_pillow_gives_it(photo, mode, options):
+    data = encoded(photo.resize((100, 75)).convert(mode), "JPEG", **options)
+    assert images.load_jpeg(images.open_image(data), data, 1).tobytes() == Image.open(io.BytesIO(data)).tobytes()
+
+
+def test_a_jpegs_broken_profile_costs_no_pixel(photo):
+    data = encoded(photo.resize((64, 64)), "JPEG", icc_profile=bytes(100_000))
+    number = data.rindex(b"ICC_PROFILE\0") + 12  # of one of the segments that hold it
+    made = images.make_pixels(data[:number] + b"\7" + data[number + 1 :], shapes={64: [(64, 64)]})
+    assert made.note == images.BROKEN_PROFILE and (made.pixels[64, 64] == images.decode(data)).all()
+
+
+@pytest.mark.parametrize("side", [256, 512])
+@pytest.mark.parametrize("options", [{}, {"subsampling": 0, "quality": 98}, {"orientation": 6}, {"orientation": 3}])
+def test_a_jpeg_decoded_at_a_smaller_scale_has_the_pixels_of_a_whole_one(side, options, photo):
+    """Within 45 dB, for crops at any place too."""
+    exif = Image.Exif()
+    exif[0x0112] = options.get("orientation", 1)
+    for size in ((1600, 1200), (1203, 1601), (2400, 1600)):
+        data = encoded(photo.resize(size), "JPEG", exif=exif, **{"quality": 90} | options)
+        whole = images.decode(data)
+        for crop in (images.center_crop, lambda size, ratio: ((37, 51, 1131, 1145), True)):
+            found = images.make_pixels(data, crop, shapes={side: [(side, side)]}).pixels[side, side]
+            expected = images.cut(whole, crop(whole.size, 1.0), (side, side))
+            error = np.mean((found.astype(float) - expected) ** 2)
+            assert error < 255**2 / 10**4.5
+
+
+def test_width_and_height_columns_of_a_turned_image_are_named():
+    exif, shapes = Image.Exif(), {32: [(24, 40), (32, 32), (40, 24)]}
+    exif[0x0112] = 6
+    data = encoded(photograph(96, 48), "JPEG", exif=exif)
+    assert list(images.make_pixels(data, shapes=shapes).pixels) == [(24, 40)]
+    assert images.make_pixels(data, wanted=(40, 24), shapes=shapes).reason == images.BEFORE_TURN
+    assert "column is wrong" in images.make_pixels(data, wanted=(32, 32), shapes=shapes).reason
+
+
 # ---- what is no picture
 
 
@@ -272,6 +369,9 @@ def test_a_png_is_read_whatever_its_texts_are(data):
         ("JXL", b"\0\0\0\x0cJXL \r\n\x87\n"),
         ("JPEG 2000", encoded(photograph(), "JPEG2000")),
         ("PSD", b"8BPS\0\1"),
+        ("TIFF of such samples, or cut short", tiff(np.zeros((2, 2, 2), np.uint16), 1, extra=2)),  # grey and alpha
+        ("TIFF of such samples, or cut short", tiff(np.zeros((2, 2, 3), np.float32), 2)),
+        ("PNG with a transparent colour of 16 bits", png(1, 1, bytes(7), 16, tRNS=bytes(6))),
     ],
 )
 def test_a_format_that_is_not_read_is_named(name, data):
@@ -290,17 +390,13 @@ def test_too_many_pixels_are_refused_before_decoding():
 BOUNDS = ("too many pixels", "too many bytes when decoded", "too many scans")
 
 
-@pytest.mark.parametrize(
-    ("colours", "depth", "width"),
-    [(2, 8, 178_956), (6, 8, 134_217), (2, 16, 89_478), (6, 16, 67_108)],  # 3, 4, 6, 8 bytes a pixel
-)
-def test_a_picture_of_too_many_bytes_is_refused_before_it_is_decoded(colours, depth, width, monkeypatch):
+def test_a_picture_of_too_many_bytes_is_refused_before_it_is_decoded():
     """They are counted in the depth that the file has: at most 512 MiB."""
-    monkeypatch.setattr(images, "MAX_PIXELS", 10**9)
+    pixel = np.zeros((1, 1, 4), np.uint16)
     with pytest.raises(images.BadImage, match="^broken image$"):
-        images.decode(png(width, 1000, b"", depth, colours))  # it is only empty
+        images.decode(tiff(pixel, 2, extra=2, size=(8192, 8192)))  # it is only empty
     with pytest.raises(images.BadImage, match="^too many bytes when decoded$"):
-        images.decode(png(width + 1, 1000, b"", depth, colours))
+        images.decode(tiff(pixel, 2, extra=2, size=(8192, 8193)))
 
 
 def jpeg_of_scans(count):
@@ -312,7 +408,7 @@ def jpeg_of_scans(count):
 
 
 def test_a_jpeg_has_at_most_a_hundred_scans():
-    assert images.decode(jpeg_of_scans(100)).size == (48, 32)
+    images.open_image(jpeg_of_scans(100))
     with pytest.raises(images.BadImage, match="^too many scans$"):
         images.decode(jpeg_of_scans(101))
 
@@ -343,7 +439,7 @@ def test_any_bytes_are_an_rgb_picture_or_a_bad_image(data):
         named = (f"format not supported: {name}" for name in images.UNSUPPORTED)
         assert str(bad) in ("no image bytes", "not an image", "broken image", *BOUNDS, *named)
     else:
-        assert found.mode == "RGB" and images.to_pixels(found).shape == (found.height, found.width, 3)
+        assert found.mode == "RGB" and found.width * found.height > 0
 
 
 # ---- crop, resize, normalise
@@ -360,8 +456,7 @@ def test_any_bytes_are_an_rgb_picture_or_a_bad_image(data):
     ],
 )
 def test_a_crop_is_the_largest_of_its_ratio(size, ratio, box):
-    image = photograph(*size)
-    assert difference(images.center_crop(image, ratio), image.crop(box)) == 0
+    assert images.center_crop(size, ratio) == (box, False)
 
 
 # ---- the table of the documentation
@@ -385,6 +480,18 @@ def resized(width, height):
 
 def first_pixel(mode, colour, kind="PNG", **options):
     return images.decode(encoded(Image.new(mode, (4, 4), colour), kind, **options)).getpixel((0, 0))
+
+
+def grey_png(width, depth, row, **chunks):
+    return np.asarray(images.decode(png(width, 1, row, depth, 0, **chunks)))[0, :, 0].tolist()
+
+
+def bmp(alpha):
+    """2 x 2 pixels of 32 bits, with a mask for alpha."""
+    pixels = bytes([10, 20, 30, alpha] * 4)
+    header = struct.pack("<IiiHHIIiiII", 108, 2, 2, 1, 32, 3, len(pixels), 2835, 2835, 0, 0)
+    header += struct.pack("<4I", 0xFF0000, 0xFF00, 0xFF, 0xFF000000) + b"BGRs" + bytes(48)
+    return b"BM" + struct.pack("<IHHI", 122 + len(pixels), 0, 0, 122) + header + pixels
 
 
 def turned():
@@ -414,8 +521,30 @@ TABLE = {
         [[0, 1, 100, 255], [0, 1, 255]],
     ),
     "integers of more than 8 bits, none above 255": (lambda: decoded(np.array([[0, 7, 255]], np.int32)), [[0, 7, 255]]),
-    "floats, none above 1": (lambda: decoded(np.array([[0, 0.5, 1]], np.float32)), [[0, 127, 255]]),
-    "floats, some above 1, none above 255": (lambda: decoded(np.array([[0, 0.5, 99]], np.float32)), [[0, 0, 99]]),
+    "greys whose zero is white": (
+        lambda: np.asarray(images.decode(tiff(np.array([[0, 257, 65535]], np.uint16), 0)))[..., 0].tolist(),
+        [[255, 254, 0]],
+    ),
+    "a transparent colour of 2, 4 or 16 bits": (
+        lambda: [
+            grey_png(4, 2, bytes([0, 0b00011011]), tRNS=b"\0\2"),
+            grey_png(4, 4, bytes([0, 0x05, 0xAF]), tRNS=b"\0\x0a"),
+            grey_png(2, 16, bytes([0, 1, 1, 100, 0]), tRNS=b"\x64\0"),
+        ],
+        [[0, 85, 255, 255], [0, 85, 255, 255], [1, 255]],
+    ),
+    "a PNG's gamma, without a profile": (
+        lambda: [
+            grey_png(1, 8, b"\0\x64", gAMA=struct.pack(">I", 100_000)),
+            grey_png(1, 16, b"\0\x64\x64", gAMA=struct.pack(">I", 100_000)),
+            grey_png(1, 8, b"\0\x64", gAMA=struct.pack(">I", 45_455)),
+            grey_png(1, 8, b"\0\x64", gAMA=struct.pack(">I", 100_000), sRGB=b"\0"),
+        ],
+        [[167], [167], [100], [100]],
+    ),
+    "a BMP's fourth channel, if it is all 0": (lambda: images.decode(bmp(0)).getpixel((0, 0)), (30, 20, 10)),
+    "floats, none above 2": (lambda: decoded(np.array([[0, 0.5, 1, 1.01]], np.float32)), [[0, 127, 255, 255]]),
+    "floats, some above 2, none above 255": (lambda: decoded(np.array([[0, 0.5, 99]], np.float32)), [[0, 0, 99]]),
     "floats, some above 255": (lambda: decoded(np.array([[0, 257, 65535]], np.float32)), [[0, 1, 255]]),
     "NaN, infinity, values below 0": (
         lambda: decoded(np.array([[np.nan, np.inf, -np.inf, -3, 9]], np.float32)),

@@ -21,7 +21,7 @@ from helpers.lesson import ablations
 from helpers.model import denoisers
 from helpers.model.denoisers import build_denoiser, load_denoiser_config
 from helpers.production.card import model_card
-from helpers.sample import build_pipeline, build_sampler, export_pipeline
+from helpers.sample import export_pipeline, pipeline_of_run
 from tests.faults import slow
 from tests.models import MOST_TOKENS, WIDTH, tiny_model
 from tests.pipelines import untrained_pipeline
@@ -59,9 +59,10 @@ def transformer_pipeline(folder, values, text, resolution):
     path = pathlib.Path(folder, "config.json")
     path.write_text(json.dumps(values))
     model = tiny_model(folder / "encoders", text=text, **EIGHT_TIMES)
-    manifest, _ = ablations.random_batch(TrainingConfig(unet_config=str(path)), num_tokens=MOST_TOKENS)
+    config = TrainingConfig(unet_config=str(path), resolution=resolution, prediction_type="flow")
+    manifest, _ = ablations.random_batch(config, num_tokens=MOST_TOKENS)
     manifest.encoder["model"] = model
-    return build_pipeline(build_denoiser(str(path)), build_sampler("dpm++", "flow"), manifest, resolution)
+    return pipeline_of_run(build_denoiser(str(path)), manifest, config)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,10 @@
+import numpy as np
 import pytest
+import torch
 
 from helpers import sample
 from helpers.config import TrainingConfig
+from helpers.encode import encoder
 from tests.pipelines import untrained_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,4 +27,12 @@ def test_a_sampler_of_another_name_draws_otherwise():
 )
 def test_a_sampler_that_does_not_fit_the_run_is_refused(changes, sampler, steps, said):
     with pytest.raises(ValueError, match=said):
-        sample.choose_sampler(TrainingConfig(**changes), sampler, steps)
+        sample.build_sampler(TrainingConfig(**changes), sampler, steps)
+
+
+def test_images_decoded_in_slices_are_those_decoded_together(monkeypatch):
+    vae, latents = encoder.load_vae("tiny-sd"), torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    together, rows, decode = sample.decode_latents(vae, latents), [], vae.decode
+    monkeypatch.setattr(vae, "decode", lambda some: rows.append(len(some)) or decode(some))
+    monkeypatch.setattr(sample, "MOST_PIXELS", 2 * 64 * 64)
+    assert np.abs(sample.decode_latents(vae, latents).astype(int) - together).max() <= 1 and rows == [2, 1]

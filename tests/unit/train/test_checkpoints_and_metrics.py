@@ -176,7 +176,7 @@ def test_sick_machines_are_excluded_or_the_run_ends(tmp_path, monkeypatch, compu
     config, drained = TrainingConfig(storage=str(tmp_path), run_name="sick"), []
     head = {"NodeID": "node 0", "Resources": {"node:__internal_head__": 1.0}}
     monkeypatch.setattr(ray, "nodes", lambda: [head, {"NodeID": "node 1", "Resources": {}}])
-    monkeypatch.setattr(cluster, "drain_node", lambda reason, node_id: drained.append(node_id))
+    monkeypatch.setattr(sick_devices, "drain_node", lambda reason, node_id: drained.append(node_id))
     everyone = [
         {
             "device": "x" in device or None,

@@ -14,7 +14,7 @@ import pytest
 from helpers import notebook as runtime_progress
 from helpers import storage
 from helpers.config import TrainingConfig
-from helpers.notebook import Progress, batch_terminal, poll_in_background, time
+from helpers.notebook import Progress, time
 from helpers.production import monitor
 from helpers.production.extras import results
 from helpers.production.extras.evaluate import Evaluate
@@ -31,27 +31,17 @@ for step in (10, 20, 30):
 """
 
 
-@pytest.fixture(scope="module")
-def batch_run(tmp_path_factory):
-    """`(what papermill's terminal shows, the saved notebook)` of a cell with three updates."""
-    folder = tmp_path_factory.mktemp("batch")
+def test_papermill_shows_progress_in_the_terminal_and_keeps_one_display(tmp_path):
     cells = [nbformat.v4.new_code_cell(CELL)]
     metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), folder / "in.ipynb")
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), tmp_path / "in.ipynb")
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    command = [sys.executable, "-m", "papermill", folder / "in.ipynb", folder / "out.ipynb", "--cwd", ROOT]
+    command = [sys.executable, "-m", "papermill", tmp_path / "in.ipynb", tmp_path / "out.ipynb", "--cwd", ROOT]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    return done.stdout + done.stderr, nbformat.read(folder / "out.ipynb", as_version=4)
-
-
-def test_papermill_shows_progress_as_lines_in_the_terminal(batch_run):
-    lines = [line for line in batch_run[0].splitlines() if line.startswith("run a: ")]
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("run a: ")]
     assert [line.split(" in ")[0] for line in lines] == [f"run a: {step} of 30 steps" for step in (10, 20, 30)]
-    assert lines[1].endswith(" s, loss 0.20, 99 images/s") and lines[2].endswith(" s, loss 0.30, 99 images/s")
-
-
-def test_the_saved_notebook_keeps_one_progress_display(batch_run):
-    (output,) = batch_run[1].cells[0].outputs
+    assert lines[1].endswith(", loss 0.20, 99 images/s") and lines[2].endswith(", loss 0.30, 99 images/s")
+    (output,) = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells[0].outputs
     assert output.data["text/plain"].startswith("run a: 30 of 30 steps") and "<progress" in output.data["text/html"]
 
 
@@ -70,24 +60,10 @@ def test_progress_prints_a_line_every_ten_seconds_and_at_the_end(terminal, monke
     for done in (0, 100, 1050, 1100, 2000, 2000):
         progress(done, 2000)
     assert terminal() == [
-        "encoded: 0 of 2,000 rows in 1 s",
-        "encoded: 1,050 of 2,000 rows in 12 s, 10 s left",
-        "encoded: 2,000 of 2,000 rows in 12 s",
+        "encoded: 0 of 2,000 rows in 0:00:01",
+        "encoded: 1,050 of 2,000 rows in 0:00:12, 0:00:10 left",
+        "encoded: 2,000 of 2,000 rows in 0:00:12",
     ]
-
-
-def test_time_left_counts_from_where_a_resumed_run_started(terminal, monkeypatch):
-    now = iter([0.0, 10.0, 20.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    progress = Progress("run a", "steps")
-    progress(500, 1000)
-    progress(510, 1000)
-    assert terminal()[-1] == "run a: 510 of 1,000 steps in 20 s, 8 min 10 s left"
-
-
-def test_a_jupyter_server_gets_no_lines_in_its_log(monkeypatch):
-    monkeypatch.setenv("JPY_SESSION_NAME", "Training.ipynb")
-    assert batch_terminal() is None
 
 
 def test_a_run_shows_loss_speed_and_lost_workers(terminal, tmp_path, capsys):
@@ -126,17 +102,6 @@ def test_a_store_that_gives_no_answer_for_a_while_hides_no_step(terminal, tmp_pa
     said = [line for line in capsys.readouterr().out.splitlines() if "cannot be read" in line]
     assert said == ["The run's folder cannot be read, which is tried again every 0.001 s: AWS Error SLOW_DOWN"]
     assert terminal()[-1].startswith("run a: 20 of 20 steps in ")
-
-
-def test_an_error_while_polling_is_raised_at_the_end():
-    polled = threading.Event()
-
-    def fail():
-        polled.set()
-        raise OSError("no answer")
-
-    with pytest.raises(OSError, match="no answer"), poll_in_background(fail, every=0.001):
-        assert polled.wait(60)
 
 
 def save_run(config, step):
@@ -179,15 +144,6 @@ def test_a_run_that_is_stopped_says_where_it_goes_on(step, sentence, tmp_path):
         raise KeyboardInterrupt
 
 
-def test_a_run_is_followed_from_another_terminal_until_it_ends(terminal, tmp_path):
-    config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=20)
-    storage.write_json(f"{config.run_uri}/config.json", {"parameters": config.to_dict()})
-    save_run(config, 20)
-    monitor.follow(config.run_uri, every=0.001)
-    (line,) = terminal()
-    assert line.startswith("run a: 20 of 20 steps in ") and line.endswith(", loss 0.250, 16 images/s")
-
-
 def test_a_time_left_is_shown_when_it_means_something(terminal, monkeypatch):
     now = iter([0.0, 1.0, 2.0, 20.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
@@ -199,16 +155,12 @@ def test_a_time_left_is_shown_when_it_means_something(terminal, monkeypatch):
     assert "left" not in first + early and later.endswith("left")
 
 
-def test_the_pictures_of_an_evaluation_appear_below_the_progress(tmp_path, monkeypatch):
+def test_the_images_of_an_evaluation_appear_below_the_progress(tmp_path, monkeypatch):
     config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=20)
-    shown = []
-    monkeypatch.setattr(runtime_progress, "get_ipython", lambda: True)
-    monkeypatch.setattr(runtime_progress, "display", lambda bundle, **options: shown.append((bundle, options)))
+    shown, png = [], to_png(np.zeros((8, 8, 3), np.uint8))
+    monkeypatch.setattr(monitor, "get_ipython", lambda: True)
+    monkeypatch.setattr(monitor, "display", lambda image, **options: shown.append(image))
     with monitor.monitor_run(config):
-        png = to_png(np.zeros((8, 8, 3), np.uint8))
         storage.write_bytes(results.grid_uri(config.run_uri, 10), png)
         results.write_result(config.run_uri, {"step": 10, "validation_loss": 0.2})
-    pictures = [
-        (bundle["image/png"], options["metadata"]["image/png"]) for bundle, options in shown if "image/png" in bundle
-    ]
-    assert pictures == [(png, {"alt": "Images of prompts after step 10"})]
+    assert [(image.data, image.alt) for image in shown] == [(png, "Images of prompts after step 10")]
