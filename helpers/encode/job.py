@@ -103,9 +103,7 @@ def begun_with(latents_uri: str) -> dict[str, Any] | None:
     return begun
 
 
-def check_begun(
-    latents_uri: str, begun: dict[str, Any] | None, now: dict[str, Any], names: Iterable[str] | None = None
-) -> None:
+def check_begun(latents_uri: str, begun: dict | None, now: dict, names: Iterable[str] | None = None) -> None:
     """Raises ValueError naming the first parameter that differs from those of a job. `names`: to compare; None: all."""
     what, remedy = f"latents_uri={latents_uri!r}", "give another latents_uri, or delete that folder"
     refuse_change(what, begun or now, now, remedy, names)
