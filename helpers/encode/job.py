@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 
-from .. import cluster, storage
+from .. import cluster, storage, texts
 from ..config import PreprocessingConfig, refuse_change
 from ..latents.manifest import SCHEMA_VERSION, Manifest, add_up, read_manifest, read_segments, write_manifest
 from ..notebook import with_interrupt_hint
@@ -61,7 +61,7 @@ def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEG
     segments, sources, rows, unreadable = [], [], 0, []
     for path, taken, is_cut in inputs.rows_to_read(paths, config):
         if taken is None:
-            print(f"{path} cannot be read, and is left out.")
+            print(texts.printable(f"{path} cannot be read, and is left out."))
             unreadable.append(inputs.name_of(path, config))
         if not taken:
             continue
