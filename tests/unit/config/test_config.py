@@ -145,7 +145,7 @@ def test_an_unknown_parameter_is_refused():
 
 
 def test_an_unknown_section_is_refused():
-    choose_sections([], ["faults", "workers"]), choose_sections(["workers"], ["faults", "workers"])
+    choose_sections([], ["faults", "workers"]), choose_sections("['workers']", ["faults", "workers"])
     with pytest.raises(ValueError, match="sections='fault' .*'faults', 'workers'"):
         choose_sections(["fault"], ["faults", "workers"])
     with pytest.raises(ValueError, match="sections='faults' must be a list"):
