@@ -162,9 +162,9 @@ def evaluate_texts(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [evaluate_texts(one) for one in value]
     if isinstance(value, dict):
-        return {evaluate_texts(key): evaluate_texts(one) for key, one in value.items()}
+        return {int(key) if str(key).isdecimal() else key: evaluate_texts(one) for key, one in value.items()}
     for text in [value, value.title()] if isinstance(value, str) else []:  # true, none
-        with contextlib.suppress(ValueError, SyntaxError):
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             read = ast.literal_eval(text.strip())
             return list(read) if isinstance(read, tuple) else read
     return value

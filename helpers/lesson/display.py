@@ -190,7 +190,7 @@ def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.t
     """
     if (shell := get_ipython()) is not None:
         check_names(shell.user_ns["In"])
-    uri = storage.join(storage_uri, "runs", run_name)
+    uri = TrainingConfig(storage=storage_uri, run_name=run_name).run_uri
     saved = run_folder.last_complete(uri)
     if saved is None:
         raise FileNotFoundError(

@@ -246,6 +246,12 @@ def test_the_driver_settles_prompts_and_hands_over_the_evaluation(build_run, tmp
     assert made.ray_remote_kwargs == {"num_cpus": 0, "max_retries": -1}
 
 
+def test_a_run_of_which_no_row_is_held_out_is_told(build_run, monkeypatch, capsys):
+    monkeypatch.setattr(scores, "held_out_rows", lambda config: None)
+    settings().trainer_options(build_run())
+    assert "No rows are held out (validation_share=0.02)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
