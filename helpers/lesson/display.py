@@ -184,14 +184,17 @@ def summary(manifest: Manifest) -> pd.DataFrame:
 
 
 def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.train.Checkpoint]:
-    """`(config, newest complete checkpoint)` of a run. FileNotFoundError if there is none.
+    """`(config, newest intact checkpoint)` of a run; prints what damaged ones it left out. FileNotFoundError if there
+    is none.
 
     In a notebook: ValueError if a parameters cell sets a name that is no parameter.
     """
     if (shell := get_ipython()) is not None:
         check_names(shell.user_ns["In"])
     uri = TrainingConfig(storage=storage_uri, run_name=run_name).run_uri
-    saved = run_folder.last_complete(uri)
+    saved, problems = run_folder.last_sound(uri)
+    for name, why in problems.items():
+        print(f"{name} is left out: {why}.")
     if saved is None:
         raise FileNotFoundError(
             f"run_name={run_name!r} has no checkpoint in {uri}: run Training.ipynb first, with this storage and "

@@ -154,7 +154,7 @@ def test_a_loss_is_the_same_by_the_trainers_and_by_a_task(tmp_path, build_run, s
 
 def checkpoint_at(config, step):
     uri = storage.join(config.run_uri, f"checkpoint-{step:09d}-001")
-    storage.write_json(storage.join(uri, "progress.json"), {"step": step, "files": {}})
+    storage.write_json(storage.join(uri, "progress.json"), {"step": step, "files": {}, "checksums": {}})
     return ray.train.Checkpoint(uri)
 
 
