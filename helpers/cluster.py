@@ -18,6 +18,7 @@ from typing import Any
 import ray
 import ray.data
 import ray.exceptions
+from IPython import get_ipython
 
 # Variables of stores and of the model hub that workers get. None is a secret: Ray shows and logs what they get.
 FORWARDED = (
@@ -39,7 +40,7 @@ def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
     environment: a cluster's nodes need only requirements.txt, and credentials of their own. A local Ray inherits this
     process's environment. It is quiet and is given at least four CPUs, so that on a small machine stages that wait for
     each other share a core. On a cluster, logs and signal handlers stay as they are, and the dashboard's address is
-    printed if there is one.
+    printed if there is one. In a notebook, a Ray that has died is replaced before the next cell runs.
     """
     if ray.is_initialized():
         if answers():
@@ -52,6 +53,8 @@ def connect(ray_address: str = "local", num_cpus: int | None = None) -> None:
         context = ray.init(ray_address, runtime_env=worker_environment())
         if context.dashboard_url:
             print(f"Ray's dashboard: http://{context.dashboard_url}")
+    if (shell := get_ipython()) is not None:  # a call into a Ray that has died would end the kernel's process
+        shell.events.register("pre_run_cell", lambda _: ray.is_initialized() and connect(ray_address, num_cpus))
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True  # the same input gives the same files

@@ -25,8 +25,11 @@ from .storage import resolve
 
 
 def resolve_model(name: str) -> str:
-    """The absolute path of a local file or folder; other names (a preset, a hub id) stay as they are."""
-    return os.path.abspath(name) if os.sep in name and os.path.exists(name) else name
+    """The absolute path of a local file or folder, or "run@step"; other names (a preset, a hub id) stay as they are."""
+    run, _, step = name.rpartition("@")
+    path = run if step.isdecimal() and not os.path.exists(name) else name
+    is_path = os.path.exists(path) and (os.sep in path or path.endswith(".json"))
+    return os.path.abspath(name) if is_path else name
 
 
 def least_and_most(workers: int | Sequence[int]) -> tuple[int, int]:
@@ -162,9 +165,9 @@ def evaluate_texts(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [evaluate_texts(one) for one in value]
     if isinstance(value, dict):
-        return {evaluate_texts(key): evaluate_texts(one) for key, one in value.items()}
+        return {int(key) if str(key).isdecimal() else key: evaluate_texts(one) for key, one in value.items()}
     for text in [value, value.title()] if isinstance(value, str) else []:  # true, none
-        with contextlib.suppress(ValueError, SyntaxError):
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             read = ast.literal_eval(text.strip())
             return list(read) if isinstance(read, tuple) else read
     return value

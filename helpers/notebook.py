@@ -17,6 +17,7 @@ from IPython import get_ipython
 from IPython.display import display
 
 from . import storage
+from .texts import printable
 
 
 @contextlib.contextmanager
@@ -98,6 +99,7 @@ class Progress:
         """Update the notebook's display."""
         if get_ipython() is None:
             return
+        line = printable(line)
         bar = f"<progress value='{done}' max='{max(total, 1)}' style='width: 20em; vertical-align: middle'></progress>"
         bundle = {"text/html": f"{bar} <code>{html.escape(line)}</code>", "text/plain": line}
         if self.handle is None:
@@ -107,7 +109,7 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Print a message that stays: in the notebook, and on the terminal of a batch run."""
-        print(text)
+        print(printable(text))
         if get_ipython() is not None:
             self.write(text)
 

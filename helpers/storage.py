@@ -61,31 +61,30 @@ def resolve(uri: str | os.PathLike) -> str:
 def shown(uri: str | os.PathLike) -> str:
     """The URI without user, password and query, such as a token: what may be printed, logged or stored.
 
-    Local paths stay, and so does Azure's container.
+    Local paths stay, and so do Azure's container and the user "anonymous".
     """
     scheme, mark, path = str(uri).partition("://")
     if not mark:
         return str(uri)
-    user = r"^([^/:@]*)(:(?!\d+/)[^@]*)?@([^/@]*@)*"  # a password may hold "/"; ":8080/" is a port
+    user = r"^(?!anonymous@)([^/:@]*)(:(?!\d+/)[^@]*)?@([^/@]*@)*"  # a password may hold "/"; ":8080/" is a port
     path = re.sub(user, r"\1@" if SCHEMES.get(scheme) is open_azure else "", path)
-    return scheme + mark + re.sub(r"[?].+|#.*=.*", "", path, flags=re.DOTALL)
+    return scheme + mark + re.sub(r"[?#][^/]*=.*", "", path, flags=re.DOTALL)
 
 
 def open_filesystem(uri: str | os.PathLike) -> tuple[fs.FileSystem, str]:
     """`(filesystem, path)` of a local path or a URI of `SCHEMES`; credentials come from the environment.
 
-    Raises ValueError for a URI of no known store, without a bucket, or of Azure without an account.
+    Raises ValueError for a URI of no known store, without a bucket, or of Azure without an account. It refuses what
+    `shown` would remove, so no secret gets into a config, a manifest or a card.
     """
     uri = resolve(uri)
     if "://" not in uri:
         return LOCAL, uri
     scheme, _, path = uri.partition("://")  # not parsed as a URI: keys may hold spaces, umlauts, "#"
-    bucket = path.partition("/")[0]
-    has_password = ":" in bucket or (scheme == "s3" and "@" in bucket)
-    if scheme not in SCHEMES or not bucket or has_password:
+    if scheme not in SCHEMES or not path.partition("/")[0] or shown(uri) != uri:
         raise ValueError(
-            f"{shown(uri)} cannot be opened: give a folder, or a URI such as {' or '.join(EXAMPLES)}; credentials come "
-            "from the environment."
+            f"{shown(uri)} cannot be opened: give a folder, or a URI such as {' or '.join(EXAMPLES)}, without a "
+            "password or query, because credentials come from the environment."
         )
     return SCHEMES[scheme](path)
 
@@ -213,7 +212,8 @@ def walk(uri: str | os.PathLike, recursive: bool = True) -> Iterator[tuple[str, 
     """Yield `(path below uri, bytes)` of the files in a folder, in any order; nothing if there is no folder.
 
     Bytes are None for what cannot be opened: a link that leads nowhere, a FIFO, a folder that may not be read, a name
-    that is not UTF-8 (with "?" for its odd bytes). Raises ValueError for a key with an empty part: pyarrow cannot open it.
+    that is not UTF-8 (with "?" for its odd bytes). Raises ValueError for a key with an empty part, which pyarrow cannot
+    open.
     """
     filesystem, path = open_filesystem(uri)
     if isinstance(filesystem, fs.LocalFileSystem):

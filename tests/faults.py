@@ -24,7 +24,7 @@ from helpers import cluster as session
 from helpers import storage
 from helpers.encode import encoder
 from helpers.production.extras import results
-from helpers.train import run_folder
+from helpers.train import run_folder, start
 from helpers.train.loop import train_loop_per_worker
 from helpers.train.metrics import read_metrics
 from helpers.train.step import TrainStep
@@ -87,7 +87,7 @@ def is_listed(config, step):
 
     Its controller, which outlives a killed driver for some seconds, then has nothing left to write.
     """
-    listed = storage.join(config.run_uri, run_folder.SNAPSHOT)
+    listed = storage.join(config.run_uri, start.SNAPSHOT)
     return storage.exists(listed) and f"checkpoint-{step:09d}" in storage.read_text(listed)
 
 

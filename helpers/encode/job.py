@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 
-from .. import cluster, storage
+from .. import cluster, storage, texts
 from ..config import PreprocessingConfig, refuse_change
 from ..latents.manifest import SCHEMA_VERSION, Manifest, add_up, read_manifest, read_segments, write_manifest
 from ..notebook import with_interrupt_hint
@@ -61,7 +61,7 @@ def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEG
     segments, sources, rows, unreadable = [], [], 0, []
     for path, taken, is_cut in inputs.rows_to_read(paths, config):
         if taken is None:
-            print(f"{path} cannot be read, and is left out.")
+            print(texts.printable(f"{path} cannot be read, and is left out."))
             unreadable.append(inputs.name_of(path, config))
         if not taken:
             continue
@@ -103,9 +103,7 @@ def begun_with(latents_uri: str) -> dict[str, Any] | None:
     return begun
 
 
-def check_begun(
-    latents_uri: str, begun: dict[str, Any] | None, now: dict[str, Any], names: Iterable[str] | None = None
-) -> None:
+def check_begun(latents_uri: str, begun: dict | None, now: dict, names: Iterable[str] | None = None) -> None:
     """Raises ValueError naming the first parameter that differs from those of a job. `names`: to compare; None: all."""
     what, remedy = f"latents_uri={latents_uri!r}", "give another latents_uri, or delete that folder"
     refuse_change(what, begun or now, now, remedy, names)

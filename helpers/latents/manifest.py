@@ -7,7 +7,7 @@ come first, then those of the second, and so on. All rows of a bucket have laten
 and its random "file_id" (`parquet.write_latents_file`).
 
 `manifest.json` holds everything else. It takes a few kilobytes, whatever the number of files. It is written last, so a
-folder that has one is complete.
+folder that has one is complete. Both files end with a checksum of themselves (`storage.write_json`).
 """
 
 from __future__ import annotations

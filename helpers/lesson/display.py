@@ -16,7 +16,7 @@ from IPython import get_ipython
 from IPython.display import HTML, display
 from PIL import Image
 
-from .. import sample, storage
+from .. import sample, storage, texts
 from ..config import PreprocessingConfig, TrainingConfig, check_names
 from ..encode import stages
 from ..encode.captions import load_tokenizer
@@ -33,7 +33,11 @@ from . import captioned_shapes
 
 
 def fold_tracebacks() -> None:
-    """Show an error in this notebook as one sentence, which papermill prints too, and its traceback folded."""
+    """Show an error in this notebook as one sentence, which papermill prints too, and its traceback folded.
+
+    Tables show dollar signs, where pandas and the notebook would make formulas.
+    """
+    pd.set_option("display.html.use_mathjax", False)
     if (shell := get_ipython()) is not None:
         shell.set_custom_exc((Exception, KeyboardInterrupt), _show_error)
 
@@ -41,8 +45,9 @@ def fold_tracebacks() -> None:
 def _show_error(shell, kind, error, trace, tb_offset=None):
     """An error of a Ray task, of a subclass of NameError, gets no note; a cell that was stopped no traceback."""
     if isinstance(error, KeyboardInterrupt):
-        print(str(error) or "Stopped: this cell did not finish.")
+        print(texts.printable(error) or "Stopped: this cell did not finish.")
         return
+    error.args = tuple(texts.printable(one) if isinstance(one, str) else one for one in error.args)
     if kind is NameError:
         error.add_note("Run the cells above this one first: Run > Run All Above Selected Cell.")
     text = html.escape("".join(traceback.format_exception(kind, error, trace)))
@@ -156,12 +161,17 @@ def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> lis
     return [(row[inputs.ID], images.decode(row[inputs.IMAGE]), row[inputs.CAPTION]) for row in good[:num_rows]]
 
 
+def as_text(frame: pd.DataFrame) -> pd.DataFrame:
+    """A frame to be shown, whose texts may be a user's."""
+    return frame.map(lambda value: texts.printable(value) if isinstance(value, str) else value)
+
+
 def input_tables(found: detect.Found) -> list[pd.DataFrame]:
     """The input's files by kind: found = read + left out; and the columns that are taken, with why."""
     files = pd.DataFrame(found.files, columns=["files", "found", "read", "why they are left out"])
     files.insert(3, "left out", files["found"] - files["read"])
     files.loc[files["left out"] == 0, "why they are left out"] = ""
-    return [files, pd.DataFrame(found.columns, columns=["parameter", "taken", "why"])]
+    return [as_text(files), as_text(pd.DataFrame(found.columns, columns=["parameter", "taken", "why"]))]
 
 
 def summary(manifest: Manifest) -> pd.DataFrame:
@@ -174,14 +184,17 @@ def summary(manifest: Manifest) -> pd.DataFrame:
 
 
 def finished_run(storage_uri: str, run_name: str) -> tuple[TrainingConfig, ray.train.Checkpoint]:
-    """`(config, newest complete checkpoint)` of a run. FileNotFoundError if there is none.
+    """`(config, newest intact checkpoint)` of a run; prints what damaged ones it left out. FileNotFoundError if there
+    is none.
 
     In a notebook: ValueError if a parameters cell sets a name that is no parameter.
     """
     if (shell := get_ipython()) is not None:
         check_names(shell.user_ns["In"])
-    uri = storage.join(storage_uri, "runs", run_name)
-    saved = run_folder.last_complete(uri)
+    uri = TrainingConfig(storage=storage_uri, run_name=run_name).run_uri
+    saved, problems = run_folder.last_sound(uri)
+    for name, why in problems.items():
+        print(f"{name} is left out: {why}.")
     if saved is None:
         raise FileNotFoundError(
             f"run_name={run_name!r} has no checkpoint in {uri}: run Training.ipynb first, with this storage and "
@@ -196,7 +209,7 @@ def read_rejects(latents_uri: str, max_files: int | None = None) -> pd.DataFrame
     files = storage.list_files(storage.join(latents_uri, "rejects"), ".parquet")[:max_files]
     tables = list(map(read_parquet, files))
     columns = [schema.ID, schema.REASON, schema.SOURCE]
-    return pa.concat_tables(tables).to_pandas() if tables else pd.DataFrame(columns=columns)
+    return as_text(pa.concat_tables(tables).to_pandas() if tables else pd.DataFrame(columns=columns))
 
 
 def read_run_rejects(run_uri: str) -> pd.DataFrame:

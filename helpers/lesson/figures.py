@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib import ticker
@@ -18,9 +19,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.patches import Patch
+from matplotlib.text import Text
 
 from .. import storage
 from ..production.extras import results
+from ..texts import printable
 from ..train.metrics import read_metrics
 
 # Okabe & Ito's colours, which colour-blind readers can tell apart: https://jfly.uni-koeln.de/color
@@ -61,8 +64,15 @@ class DescribedFigure(Figure):
 
     def described(self, text: str) -> "DescribedFigure":
         """This figure, with an alternative text."""
-        self.alt_text = " ".join(text.split())
+        self.alt_text = " ".join(printable(text).split())
         return self
+
+    def draw(self, renderer: Any) -> None:
+        """No text is a formula: captions and names of runs may have dollar signs."""
+        with matplotlib.rc_context({"text.parse_math": False}):  # for the ticks, which are made while drawing
+            for text in self.findobj(Text):
+                text.set(parse_math=False, text=drawable(text.get_text()))
+            super().draw(renderer)
 
     def _repr_mimebundle_(self, include=None, exclude=None):
         png = io.BytesIO()
@@ -92,7 +102,7 @@ def add_legend(target: Axes | Figure, **where: Any) -> None:
 
 def add_note(ax: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
     """Write a small text beside a point, at an `offset` in typographic points."""
-    ax.annotate(text, point, offset, textcoords="offset points", fontsize=SMALL, parse_math=False, **style)
+    ax.annotate(text, point, offset, textcoords="offset points", fontsize=SMALL, **style)
 
 
 def show_image(ax: Axes, image: Any) -> None:
@@ -104,12 +114,16 @@ def show_image(ax: Axes, image: Any) -> None:
 
 def wrap(text: str, inches: float, lines: int) -> str:
     """`text` in lines of the SMALL font, of a width in inches, cut after a number of `lines`."""
-    text = str(text)
-    if not text.isascii():  # captions come in all scripts; a glyph that the font lacks would cause a warning
-        known = get_font(findfont(FontProperties())).get_charmap()
-        text = "".join(c if ord(c) in known else "□" for c in text)
     width = max(8, int(inches / CHARACTER))
-    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" …"))
+    return "\n".join(textwrap.wrap(printable(text), width, max_lines=lines, placeholder=" …"))
+
+
+def drawable(text: str) -> str:
+    """A text in the glyphs that the font has: captions come in all scripts, and a missing glyph causes a warning."""
+    if text.isascii() and text.isprintable():
+        return text
+    known = get_font(findfont(FontProperties())).get_charmap()
+    return "".join(c if c == "\n" or ord(c) in known and c.isprintable() else "□" for c in text)
 
 
 # ---- images
@@ -243,7 +257,7 @@ def _grid(rows: Sequence[Images], texts: Sequence[Sequence[str]], side: float) -
             ax.set_axis_off()
         for ax, image, text in zip(row_axes, row, row_texts, strict=False):
             show_image(ax, image)
-            ax.set_xlabel(text, fontsize=SMALL, parse_math=False)
+            ax.set_xlabel(text, fontsize=SMALL)
     return fig, axes
 
 
@@ -453,7 +467,7 @@ def paired_differences(results: pd.DataFrame, compared: pd.DataFrame) -> Describ
     left, right = panels(fig, 1, 2, width_ratios=[1, 2])
     values = results[results["metric"] == metric].pivot(index="seed", columns="setting", values="value")[names]
     left.plot(range(len(names)), values.T, "o-", color="0.6", lw=1)
-    left.set(xticks=range(len(names)), xticklabels=names, ylabel=metric, xlim=(-0.4, len(names) - 0.6))
+    left.set(xticks=range(len(names)), xticklabels=map(drawable, names), ylabel=metric, xlim=(-0.4, len(names) - 0.6))
     left.set_title(f"{len(values)} seeds, a line each", fontsize=SMALL)
     right.axvline(0, color="0.3", lw=1)
     for number, (name, color) in enumerate(zip(others, itertools.cycle(CYCLE), strict=False)):
@@ -461,7 +475,7 @@ def paired_differences(results: pd.DataFrame, compared: pd.DataFrame) -> Describ
         low, middle, high = (100 * rows[column] / rows["baseline"].abs() for column in ("low", "difference", "high"))
         heights = np.arange(len(metrics)) + 0.2 * (number - (len(others) - 1) / 2)
         right.errorbar(middle, heights, xerr=[middle - low, high - middle], fmt="o", color=color, capsize=3, label=name)
-    right.set(yticks=range(len(metrics)), yticklabels=metrics, xlabel=f"difference from {names[0]}, %")
+    right.set(yticks=range(len(metrics)), yticklabels=map(drawable, metrics), xlabel=f"difference from {names[0]}, %")
     right.invert_yaxis()
     add_legend(right, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(others))
     said = [

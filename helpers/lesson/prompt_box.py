@@ -13,6 +13,7 @@ import numpy as np
 from .. import storage
 from ..config import TrainingConfig
 from ..sample import generate
+from ..texts import printable
 from .generation import load_pipeline
 from .side_by_side import enlarged_png
 
@@ -56,7 +57,7 @@ class PromptBox(widgets.VBox):
             return
         self.said.value = "drawing"
         self.shown.value, self.shown.layout.display = enlarged_png(self.draw(prompt, self.seed)), "block"
-        self.said.value = html.escape(prompt)
+        self.said.value = html.escape(printable(prompt))
 
     def show_another(self, _) -> None:
         self.seed += 1

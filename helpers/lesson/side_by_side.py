@@ -12,6 +12,7 @@ answer. A file that was filled in elsewhere needs only these two columns.
 
 from __future__ import annotations
 
+import html
 import io
 import math
 import statistics
@@ -26,6 +27,7 @@ import torch
 
 from .. import storage
 from ..sample import generate, to_png
+from ..texts import csv_cell, printable
 from .generation import load_pipeline
 
 QUESTIONS = {"quality": "Which image is better?", "alignment": "Which fits the prompt better?"}
@@ -98,9 +100,9 @@ class SideBySide(widgets.VBox):
         self.pairs, self.uri, self.names = {str(pair.number): pair for pair in pairs}, uri, check_model_names(names)
         self.choices = read_choices(uri, names) if storage.exists(uri) else pd.DataFrame(columns=COLUMNS)
         judged = set(self.choices[["pair", "prompt", "pictures"]].itertuples(index=False, name=None))
-        if judged - {(number, pair.prompt, pair.checksum) for number, pair in self.pairs.items()}:
+        if judged - {(number, csv_cell(pair.prompt), pair.checksum) for number, pair in self.pairs.items()}:
             raise ValueError(f"{uri} holds choices about other pictures: give another file for these, or delete it.")
-        self.title, self.prompt, self.said = widgets.Label(), widgets.Label(), widgets.Label()
+        self.title, self.prompt, self.said = widgets.Label(), widgets.HTML(), widgets.Label()
         self.pictures = widgets.HBox([widgets.Image(), widgets.Image()])
         options, style = ["left", NO_PREFERENCE, "right"], {"description_width": "15em"}
         self.questions = [
@@ -122,7 +124,8 @@ class SideBySide(widgets.VBox):
             self.title.value = f"All {len(self.pairs)} pairs are judged."
             self.children = [self.title]
             return
-        self.title.value, self.prompt.value = f"Pair {len(judged) + 1} of {len(self.pairs)}", self.pair.prompt
+        self.title.value = f"Pair {len(judged) + 1} of {len(self.pairs)}"
+        self.prompt.value = html.escape(printable(self.pair.prompt))  # a Label would show formulas
         left = self.pair.left_model
         for widget, model in zip(self.pictures.children, (left, 1 - left), strict=True):
             widget.value = enlarged_png(self.pair.by_model[model])
@@ -138,7 +141,12 @@ class SideBySide(widgets.VBox):
         left_model = self.pair.left_model
         names = {"left": self.names[left_model], "right": self.names[1 - left_model], NO_PREFERENCE: NO_PREFERENCE}
         answers = [names[buttons.value] for buttons in self.questions]
-        self.choices.loc[len(self.choices)] = [str(self.pair.number), self.pair.prompt, self.pair.checksum, *answers]
+        self.choices.loc[len(self.choices)] = [
+            str(self.pair.number),
+            csv_cell(self.pair.prompt),
+            self.pair.checksum,
+            *answers,
+        ]
         storage.write_text(self.uri, self.choices.to_csv(index=False))
         self.show()
 
@@ -150,8 +158,11 @@ def enlarged_png(picture: np.ndarray) -> bytes:
 
 
 def check_model_names(names: Sequence[str]) -> tuple[str, str]:
-    if len(names) != 2 or len({*names, NO_PREFERENCE, ""}) < 4:
-        raise ValueError(f"names={names!r} must be two different names, neither empty nor {NO_PREFERENCE!r}.")
+    if len(names) != 2 or len({*names, NO_PREFERENCE, ""}) < 4 or any(csv_cell(name) != name for name in names):
+        raise ValueError(
+            f"names={names!r} must be two different names, neither empty nor {NO_PREFERENCE!r}, nor formulas for a "
+            "spreadsheet, which begin with =, +, - or @."
+        )
     return tuple(names)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import diffusers
@@ -183,31 +182,13 @@ def build_denoiser(name: str, *, seed: int = 0) -> diffusers.ModelMixin:
         return ADAPTERS[config["_class_name"]].kind.from_config(config)
 
 
-def find_faults(name: str) -> Iterator[str]:
-    """Sentences that say why a denoiser cannot be trained or sampled; none if it can.
+def read_settings(model: torch.nn.Module) -> dict[str, Any]:
+    """The configuration of a denoiser as JSON has it, without its default size of images.
 
-    Runs a training step on the "meta" device, which computes shapes alone. `name`: see `load_denoiser_config`.
+    The denoiser may be sharded or wrapped by DDP.
     """
-    config = load_denoiser_config(name)
-    adapter, channels = ADAPTERS[config["_class_name"]], config["in_channels"]
-    side, which = 2 * adapter.divisor(config), f"unet_config={name!r} cannot be trained or sampled"
-    try:
-        with torch.device("meta"):
-            model = build_denoiser(name).to("meta")
-            text_BLD, mask_BL = torch.ones(2, 8, adapter.caption_width(config)), torch.ones(2, 8, dtype=torch.bool)
-            mask_BL = mask_BL if adapter.masks_padding else None
-            denoise(model, torch.ones(2, channels, side, side), torch.ones(2), text_BLD, mask_BL).sum().backward()
-    except Exception as error:  # of any kind, from diffusers
-        reason = str(error).splitlines()[0].rstrip(".")
-        yield f"{which} on latents, timesteps and captions alone: {reason}."
-        return
-    predicted = model.config.get("out_channels") or channels
-    if predicted != channels:
-        yield f"{which}: out_channels={predicted} is not in_channels={channels}, which {adapter.pipeline} needs."
-    if unused := [name for name, parameter in model.named_parameters() if parameter.grad is None]:
-        yield f"{which}: {len(unused)} parameters get no gradient, such as {unused[0]}: leave out what they belong to."
-    if any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules()):
-        yield f"{which}: its dropout is not 0, and a resumed run would draw other numbers: set it to 0."
+    config = getattr(model.module if isinstance(model, DistributedDataParallel) else model, "config", {})
+    return json.loads(json.dumps({name: config[name] for name in config if name[0] != "_" and name != "sample_size"}))
 
 
 def adapter_of(model: torch.nn.Module) -> Adapter:

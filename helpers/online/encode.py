@@ -116,13 +116,3 @@ def augment_crop(row_id: int | str, epoch: int, config: OnlineConfig, seed: int)
     seeds = seed, epoch, zlib.crc32(str(row_id).encode())
     options = {"smallest": config.random_crop, "may_mirror": config.horizontal_flip}
     return functools.partial(images.random_crop, seeds=seeds, **options)
-
-
-def choose_captions(rows: pa.Table, numbers_B: np.ndarray) -> pa.Table:
-    """Rows with several captions -> rows with one each: that of number `numbers_B`, from 1."""
-    for column in (schema.CAPTION, schema.CAPTION_IDS, schema.EMBEDDINGS):
-        names = [schema.numbered(column, number) for number in schema.numbers(column, rows.column_names)]
-        if len(names) > 1:
-            chosen = pc.choose(pa.array(numbers_B - 1), *(schema.one_array(rows[name]) for name in names))
-            rows = rows.drop_columns(names[1:]).set_column(rows.column_names.index(column), column, chosen)
-    return rows

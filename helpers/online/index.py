@@ -140,9 +140,7 @@ def read_report(index: pa.Table) -> dict:
     return json.loads(index.schema.metadata[b"report"])
 
 
-def assess(
-    rows: pa.Table, config: OnlineConfig, validation_share: float
-) -> tuple[pa.Array, pa.Array, pa.Array, list[list[str | None]]]:
+def assess(rows: pa.Table, config: OnlineConfig, validation_share: float) -> tuple[pa.Array, pa.Array, pa.Array, list]:
     """`(bucket, why the row cannot be used or "", id, captions)` of each row, from its columns alone."""
     ids, captions = inputs.ids_of(rows, config, pa.string()), inputs.captions_of(rows, config)
     held_out_B = schema.held_out_mask(ids.to_pylist(), validation_share)

@@ -107,7 +107,7 @@ def keep_index(before: dict, key: str, reports: list[dict]) -> str:
     """
     earlier = before["files"][0]["name"].partition("/")[0] if before["files"] else key
     same = segment_of(earlier, reports)
-    if earlier.partition("-")[0] != key.partition("-")[0] or any(same[name] != before[name] for name in before):
+    if earlier.partition("-")[0] != key.partition("-")[0] or any(same.get(name) != before[name] for name in before):
         return key
     if earlier != key:
         print(

@@ -9,7 +9,7 @@ import ray.train
 from huggingface_hub import ModelCard, ModelCardData
 from packaging.licenses import canonicalize_license_expression
 
-from .. import storage
+from .. import storage, texts
 from ..config import TrainingConfig
 from ..latents.manifest import DataSets, Manifest
 from ..sample import adapter_of_run
@@ -64,7 +64,7 @@ def model_card(
         size=config.largest_resolution,
         max_tokens=manifest.embeddings.shape[0],
         note=adapter.note,
-        facts=facts,
+        facts={name: texts.markdown_cell(value) for name, value in facts.items()},
         licence=licence,
     )
 
@@ -89,5 +89,6 @@ def describe_rows(uri: str, manifest: Manifest, data: DataSets) -> str:
 
 
 def public_name(location: str) -> str:
-    """A URI or a hub id with its commit; only the name of a local folder, whose path is private."""
-    return location if "://" in location or "@" in location else storage.name(location)
+    """A URI without secrets, or a hub id with its commit; only the name of a local folder, whose path is private."""
+    is_path = "://" not in location and (location.startswith(("/", ".", "~")) or "@" not in location)
+    return storage.name(location) if is_path else storage.shown(location)

@@ -10,11 +10,9 @@ import collections
 import contextlib
 import functools
 import io
-import json
 import os
 import pathlib
 import pickle
-import re
 import shutil
 import tempfile
 import threading
@@ -52,18 +50,10 @@ from .step import TrainStep
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 METADATA = ".metadata"
+WEIGHTS = "diffusion_pytorch_model.safetensors"  # of a denoiser in diffusers layout
 # What `.metadata` is made of. The unpickler makes nothing else.
 KNOWN_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
+    "torch.distributed.checkpoint.metadata": {*dcp_metadata.__all__, "_MEM_FORMAT_ENCODING"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -72,7 +62,6 @@ KNOWN_CLASSES = {
 }
 # What a learning rate that is a NumPy scalar is pickled as.
 NUMBERS = [np.float64(0).__reduce__()[0], np.dtype, type(np.dtype(np.float64))]
-FP16_TOO = [pattern for pattern in models.UNUSED if "fp16" not in pattern]
 
 
 class TrainingState(Protocol):
@@ -104,6 +93,7 @@ class Saver:
 
     def __init__(self, state: TrainingState, run_uri: str, log: MetricsLog | None):
         self.state, self.run_uri, self.log = state, run_uri, log
+        self.run = run_folder.run_id(run_uri) if log else None
         self.group = distributed.new_cpu_group()
         self.stager = open_stager()
         # Ray Train recognises checkpoints in its own folder only by its own file system.
@@ -123,7 +113,7 @@ class Saver:
         """
         self.wait()
         folder = tempfile.mkdtemp()  # each worker's own, also where several share a node
-        finish = async_save(folder, self.state, step=step, stager=self.stager, group=self.group)
+        finish = async_save(folder, self.state, step=step, stager=self.stager, group=self.group, run=self.run)
         self.uploaded.clear()
         ray.train.report(
             {"step": step},
@@ -225,17 +215,24 @@ def open_stager() -> DefaultStager:
 
 
 def async_save(
-    folder: str, state: TrainingState, *, step: int, stager: DefaultStager, group: dist.ProcessGroup | None = None
+    folder: str,
+    state: TrainingState,
+    *,
+    step: int,
+    stager: DefaultStager,
+    group: dist.ProcessGroup | None = None,
+    run: str | None = None,
 ) -> Callable[[], None]:
     """Save model, EMA, optimizer and step to a local folder; returns `finish()`, which waits for the files.
 
     The state is copied to CPU memory. Each rank's thread then writes the rank's part to files. Call `finish` on every
     rank, from any thread, before the next `async_save`. `finish` waits for the files. It then makes rank 0 write
-    `progress.json`, with the sizes and checksums of all ranks' files.
+    `progress.json`, with the sizes and checksums of all ranks' files, and with the denoiser's configuration.
 
     Args:
         stager: from `open_stager`, kept by the caller. Without one, PyTorch would copy sharded state twice.
         group: from `distributed.new_cpu_group`, because training uses the default group at the same time.
+        run: rank 0's `run_folder.run_id`; None: a checkpoint of no run.
     """
     weights, moments = get_state_dict(state.model, state.optimizer)
     # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
@@ -256,8 +253,9 @@ def async_save(
         ranks = distributed.gather_objects((sizes, sums), group)
         if ranks:
             files, checksums = (dict(collections.ChainMap(*parts)) for parts in zip(*ranks, strict=True))
-            progress = {"step": step, "files": files, "checksums": checksums}
-            storage.write_text(storage.join(folder, PROGRESS), json.dumps(progress))
+            progress = {"step": step, "files": files, "checksums": checksums, "run": run}
+            progress["denoiser"] = denoisers.read_settings(state.model)
+            storage.write_json(storage.join(folder, PROGRESS), progress, indent=None)
 
     return finish
 
@@ -267,6 +265,7 @@ def load(folder: str, state: TrainingState) -> int:
 
     The checkpoint's options of the optimizer, such as its weight decay, are not restored.
     """
+    check_settings(folder, state.model)
     options = [{**group} for group in state.optimizer.param_groups]
     weights, moments = get_state_dict(state.model, state.optimizer)
     loaded = {"model": weights, "optimizer": moments, "ema": state.ema.copy()}
@@ -283,10 +282,26 @@ def load(folder: str, state: TrainingState) -> int:
 @torch.no_grad()
 def load_weights(folder: str, denoiser: torch.nn.Module, which: str = "ema") -> torch.nn.Module:
     """Load a checkpoint's weights into a denoiser, whole or sharded, and return it. `which`: "ema" or "model"."""
+    check_settings(folder, denoiser)
     state = {which: {name: parameter.detach() for name, parameter in denoiser.named_parameters()}}
     read(folder, state, no_dist=True)
     denoiser.load_state_dict(state[which])
     return denoiser
+
+
+def check_settings(folder: str, model: torch.nn.Module) -> None:
+    """Raises ValueError if a checkpoint is of a denoiser with another configuration: the weights mean something else.
+
+    By shapes alone they would fit.
+    """
+    progress, now = run_folder.read_progress(folder), denoisers.read_settings(model)
+    for name, value in progress.get("denoiser", {}).items():
+        if now.get(name) != value:
+            raise ValueError(
+                f"The run of this checkpoint (step {progress['step']}) was begun with {name}={value!r}, not "
+                f"{now.get(name)!r}: restore the file that unet_config names, or train with the changed one in a new "
+                "run."
+            )
 
 
 def read(folder: str, state: dict, no_dist: bool) -> None:
@@ -377,8 +392,13 @@ def find_weights(given: str, unet_config: str, runs_uri: str) -> str:
         if problem := run_folder.find_corruption(given):
             raise ValueError(f"init_from={given!r} cannot be used: {problem}.")
         return given
-    component = denoisers.ADAPTERS[denoisers.load_denoiser_config(unet_config)["_class_name"]].component
-    root = download(given, component) if is_hub_id(given) else given
+    component, root = denoisers.ADAPTERS[denoisers.load_denoiser_config(unet_config)["_class_name"]].component, given
+    if is_hub_id(given):
+        files = "config.json", "diffusion_pytorch_model*", f"{component}/*", "scheduler/*", "vae/config.json"
+        try:
+            root = models.model_folder(given, *files)
+        except ValueError as error:
+            raise ValueError(f"init_from={error}") from None
     for folder in (storage.join(root, component), root):
         path = storage.join(folder, "config.json")
         if storage.exists(path) and "_class_name" in storage.read_json(path, "get it again"):  # a run has one without
@@ -386,28 +406,16 @@ def find_weights(given: str, unet_config: str, runs_uri: str) -> str:
     return run_folder.find_checkpoint(given, runs_uri)
 
 
-def download(model: str, component: str) -> str:
-    """The folder of a hub id in this machine's cache, with its denoiser; in fp16 if there are no other weights."""
-    files = "config.json", "diffusion_pytorch_model*", f"{component}/*", "scheduler/*"
-    try:
-        folder = models.model_folder(model, *files)
-        if not storage.list_files(folder, ".safetensors", recursive=True):
-            folder = models.model_folder(model, *files, unused=FP16_TOO)
-    except ValueError as error:
-        raise ValueError(f"init_from={error}") from None
-    return folder
-
-
 def weight_files(folder: str) -> list[str]:
-    """The safetensors files of a denoiser in diffusers layout: those without a variant, else those in fp16.
+    """The safetensors files of a denoiser in diffusers layout, as diffusers chooses them; [] if there are none.
 
-    Pickles (`.bin`) are never opened.
+    An index of parts goes before a single file. Variants and pickles (`.bin`) are not opened.
     """
-    variants = {"": [], ".fp16": []}
-    for uri in storage.list_files(folder, ".safetensors"):
-        if found := re.fullmatch(r"diffusion_pytorch_model(.*)\.safetensors", storage.name(uri)):
-            variants.setdefault(re.sub(r"-\d+-of-\d+", "", found[1]), []).append(uri)
-    return variants[""] or variants[".fp16"]
+    index, single = storage.join(folder, f"{WEIGHTS}.index.json"), storage.join(folder, WEIGHTS)
+    if storage.exists(index):
+        names = storage.read_json(index, "get it again", shape={"weight_map": dict})["weight_map"].values()
+        return [storage.join(folder, storage.name(name)) for name in sorted(set(names))]
+    return [single] if storage.exists(single) else []
 
 
 def load_initial_weights(folder: str, denoiser: torch.nn.Module, which: str = "model") -> None:

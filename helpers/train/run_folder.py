@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import uuid
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +24,13 @@ from .. import storage
 if TYPE_CHECKING:
     from ..config import TrainingConfig
 
-PROGRESS = "progress.json"  # in every checkpoint, written last: {"step", "files": sizes, "checksums"}
+# In every checkpoint, written last: {"step", "files": sizes, "checksums", "run": its id, "denoiser": its config}.
+PROGRESS = "progress.json"
 DAMAGED = "damaged.json"  # in a checkpoint that is not used any more: why
 BEST = "best"  # in a run's folder: a copy of its best checkpoint
 RESUME = "resume.json"  # in a run's folder: where the current group of workers resumes
+ID = "id.json"  # in a run's folder: see `run_id`
 ENDED = "ended.json"  # in a run's folder: why its workers ended it
-SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
 PART_BYTES, CHUNK_BYTES, THREADS = 64 * 2**20, 4 * 2**20, 8  # of a file with a checksum; of a read; that read
 
 
@@ -40,20 +42,31 @@ def checkpoint_name(step: int, attempt: int) -> str:
     return f"checkpoint-{step:09d}-{attempt:03d}"
 
 
+def step_and_attempt(name: str) -> tuple[int, int] | None:
+    """The numbers in the name or URI of a checkpoint's folder; None for another folder."""
+    found = re.fullmatch(r"checkpoint-(\d{9,})-(\d{3,})", storage.name(name))
+    return found and (int(found[1]), int(found[2]))
+
+
 def step_of_name(name: str) -> int:
     """The step in the name or URI of a checkpoint's folder."""
-    return int(storage.name(name).split("-")[1])
+    return step_and_attempt(name)[0]
+
+
+def read_progress(checkpoint_uri: str) -> dict[str, Any]:
+    """What a checkpoint says of itself. Raises FileNotFoundError, and storage.DamagedFile."""
+    shape = {"step": int, "files": dict, "checksums": dict}
+    return storage.read_json(storage.join(checkpoint_uri, PROGRESS), "use another checkpoint", shape=shape)
 
 
 def step_of(checkpoint_uri: str) -> int:
     """Steps done at a checkpoint."""
-    return int(storage.read_json(storage.join(checkpoint_uri, PROGRESS))["step"])
+    return read_progress(checkpoint_uri)["step"]
 
 
 def list_checkpoints(run_uri: str) -> list[str]:
     """URIs of a run's checkpoint folders, complete or not, newest step first."""
-    uris = [uri for uri in storage.list_folders(run_uri) if re.fullmatch(r"checkpoint-\d{9}-\d{3}", storage.name(uri))]
-    return sorted(uris, key=storage.name, reverse=True)
+    return sorted(filter(step_and_attempt, storage.list_folders(run_uri)), key=step_and_attempt, reverse=True)
 
 
 def is_checkpoint(folder: str) -> bool:
@@ -67,16 +80,20 @@ def find_corruption(checkpoint_uri: str) -> str | None:
     reports.
     """
     try:
-        expected = storage.read_json(storage.join(checkpoint_uri, PROGRESS), otherwise=lambda _: {}).get("files")
+        progress = read_progress(checkpoint_uri)
     except FileNotFoundError:
         return f"it has no {PROGRESS}"
-    if expected is None:
-        return f"its {PROGRESS} is cut short"
+    except storage.DamagedFile:
+        return f"its {PROGRESS} is damaged"
+    numbers = step_and_attempt(checkpoint_uri)
+    if numbers and numbers[0] != progress["step"]:
+        return f"its {PROGRESS} says step {progress['step']}"
     sizes = storage.sizes(checkpoint_uri)
     if DAMAGED in sizes:
-        unknown = {"why": f"its {DAMAGED} is cut short"}
-        return storage.read_json(storage.join(checkpoint_uri, DAMAGED), otherwise=lambda _: unknown)["why"]
-    for name, size in expected.items():
+        unknown = {"why": f"its {DAMAGED} is damaged"}
+        uri = storage.join(checkpoint_uri, DAMAGED)
+        return storage.read_json(uri, otherwise=lambda _: unknown, shape={"why": str})["why"]
+    for name, size in progress["files"].items():
         if name not in sizes:
             return f"its file {name} is missing"
         if sizes[name] != size:
@@ -105,7 +122,7 @@ def find_damage(checkpoint_uri: str) -> str | None:
 
     Reads the whole checkpoint, in threads, because an object store gives a single request few bytes a second.
     """
-    sums = storage.read_json(storage.join(checkpoint_uri, PROGRESS)).get("checksums", {})
+    sums = read_progress(checkpoint_uri)["checksums"]
     parts = [(name, part, expected) for name in sums for part, expected in enumerate(sums[name])]
 
     def check(item: tuple[str, int, int]) -> str | None:
@@ -126,21 +143,46 @@ def last_complete(run_uri: str) -> str | None:
     return next((uri for uri in list_checkpoints(run_uri) if find_corruption(uri) is None), None)
 
 
-def last_sound(run_uri: str) -> tuple[str | None, list[str]]:
-    """`(URI of the newest intact checkpoint or None, sentences about newer, damaged checkpoints)`.
+def last_sound(run_uri: str) -> tuple[str | None, dict[str, str]]:
+    """`(URI of the newest intact checkpoint or None, {name of a newer one: why it cannot be used})`.
 
-    It marks each damaged checkpoint, so that `find_corruption` reports the damage without reading the bytes again.
+    A damaged checkpoint is marked, so that `find_corruption` reports the damage without reading the bytes again. One
+    that cannot be read now is not marked, as it may be read later. Raises OSError if no other one is left, and
+    ValueError for a checkpoint of another run.
     """
-    sentences = []
-    while uri := last_complete(run_uri):
-        why = find_damage(uri)
-        if why is None:
-            break
-        storage.write_json(storage.join(uri, DAMAGED), {"why": why})
-        sentences.append(f"{storage.name(uri)} cannot be used: {why}.")
-    if sentences:
-        sentences[-1] += f" The run resumes from {storage.name(uri)}." if uri else " The run starts over."
-    return uri, sentences
+    problems, unread = {}, None
+    for uri in list_checkpoints(run_uri):
+        name = storage.name(uri)
+        try:
+            if find_corruption(uri):
+                continue
+            if read_progress(uri).get("run") not in (None, run_id(run_uri)):
+                raise ValueError(f"{uri} is of another run: move it elsewhere, or give it to a new run as init_from.")
+            if (why := find_damage(uri)) is None:
+                return uri, problems
+            storage.write_json(storage.join(uri, DAMAGED), {"why": why})
+            problems[name] = why
+        except OSError as error:
+            unread, problems[name] = error, f"it cannot be read: {error}"
+    if unread:
+        raise unread
+    return None, problems
+
+
+def describe_problems(problems: dict[str, str], resume_from: str | None) -> list[str]:
+    """Sentences about checkpoints that cannot be used, and where the run resumes; [] without problems."""
+    end = f"The run resumes from {storage.name(resume_from)}." if resume_from else "The run starts over."
+    return [*(f"{name} cannot be used: {why}." for name, why in problems.items()), end] if problems else []
+
+
+def run_id(run_uri: str) -> str:
+    """A random name of the run, the same wherever its folder is. The first call makes it."""
+    uri = storage.join(run_uri, ID)
+    if not storage.exists(uri):
+        earlier = last_complete(run_uri)
+        known = read_progress(earlier).get("run") if earlier else None
+        storage.write_json(uri, {"id": known or uuid.uuid4().hex})
+    return storage.read_json(uri, shape={"id": str})["id"]
 
 
 def last_step(config: TrainingConfig) -> int:
@@ -161,15 +203,19 @@ def as_checkpoint(uri: str) -> ray.train.Checkpoint:
     return ray.train.Checkpoint(path, filesystem)
 
 
-def find_checkpoint(given: str, runs_uri: str) -> str:
-    """URI of the checkpoint that `init_from` names by "run" (the newest complete one) or by "run@step".
+def find_run(given: str, runs_uri: str) -> tuple[str, int | None]:
+    """`(URI of a run, step or None)` of "run" or "run@step": a name below `runs_uri`, or a folder."""
+    uri = storage.resolve(given) if "/" in given else storage.join(runs_uri, given)
+    name, _, step = uri.rpartition("@")
+    return (name, int(step)) if step.isdecimal() and not storage.exists(uri) else (uri, None)
 
-    The run is given by its name below `runs_uri`, or by its folder. Raises ValueError if its checkpoint is missing or
-    incomplete.
+
+def find_checkpoint(given: str, runs_uri: str) -> str:
+    """URI of the checkpoint that `init_from` names by "run" (the newest complete one) or by "run@step" (`find_run`).
+
+    Raises ValueError if it is missing or incomplete.
     """
-    name, _, step = given.rpartition("@")
-    name, step = (name, int(step)) if name and step.isdecimal() else (given, None)
-    uri = name if "/" in name else storage.join(runs_uri, name)
+    uri, step = find_run(given, runs_uri)
     folders = [*list_checkpoints(uri), *list_checkpoints(storage.join(uri, BEST))]
     by_step = {step_of(folder): folder for folder in reversed(folders) if find_corruption(folder) is None}
     if not by_step:
@@ -201,46 +247,12 @@ def choose_resume_point(run_uri: str) -> dict[str, Any]:
     group has no dataset. A worker of the previous group may complete a checkpoint's upload after the choice. The new
     group ignores that checkpoint.
     """
-    uri, sentences = last_sound(run_uri)
-    for sentence in sentences:
-        write_failure(run_uri, sentence)
+    uri, problems = last_sound(run_uri)
+    if problems:
+        write_failure(run_uri, " ".join(describe_problems(problems, uri)))
     point = {"checkpoint": uri, "step": 0 if uri is None else step_of(uri)}
     storage.write_json(storage.join(run_uri, RESUME), point)
     return point
-
-
-def reconcile_checkpoints(run_uri: str) -> list[str]:
-    """Delete the checkpoints, and Ray Train's list of them, that the next attempt cannot use.
-
-    Returns sentences about the damaged checkpoints.
-
-    Ray Train fails to start if it cannot read its list of checkpoints, or if the list names a missing folder. Without a
-    list it starts a new one. So a list that disagrees with the storage is deleted. Damaged folders, and folders that
-    the list does not name, are deleted too. The newest complete folder is kept, because the run resumes from it. Call
-    `reconcile_checkpoints` while nothing trains under this name.
-    """
-    sentences, listed, snapshot_uri = [], [], storage.join(run_uri, SNAPSHOT)
-    try:
-        listed = [result["checkpoint_dir_name"] for result in storage.read_json(snapshot_uri)["checkpoint_results"]]
-    except FileNotFoundError:
-        pass
-    except (storage.DamagedFile, KeyError):  # the driver was killed while Ray Train wrote it
-        storage.delete(snapshot_uri)
-        sentences.append(f"{SNAPSHOT} was cut short: Ray Train starts a new list of checkpoints.")
-    folders = {storage.name(uri): uri for uri in list_checkpoints(run_uri)}
-    problems = {name: "its folder is missing" for name in listed}
-    problems |= {name: find_corruption(uri) for name, uri in folders.items()}
-    damaged = [name for name in problems if problems[name]]
-    sentences += [f"{name} cannot be used: {problems[name]}." for name in damaged]
-    if set(damaged) & set(listed):
-        storage.delete(snapshot_uri)
-    resume_from = next((name for name in folders if name not in damaged), None)
-    for name, uri in folders.items():
-        if (name in damaged or name not in listed) and name != resume_from:
-            storage.delete(uri)
-    if sentences:
-        sentences.append(f"The run resumes from {resume_from}." if resume_from else "The run starts over.")
-    return sentences
 
 
 class LostCheckpoint(ray.train.Checkpoint):
@@ -278,7 +290,7 @@ def write_failure(run_uri: str, error: str) -> None:
 def read_failures(run_uri: str) -> list[str]:
     """One short text for each group of workers and each checkpoint that was lost, oldest first."""
     uris = storage.list_files(storage.join(run_uri, "failures"), ".json")
-    return [storage.read_json(uri, "left out", lambda sentence: {"error": sentence})["error"] for uri in uris]
+    return [storage.read_json(uri, "left out", lambda text: {"error": text}, {"error": str})["error"] for uri in uris]
 
 
 def end_run(run_uri: str, error: str) -> None:
@@ -292,4 +304,4 @@ def raise_end(run_uri: str) -> Iterator[None]:
     storage.delete(storage.join(run_uri, ENDED))
     yield
     if storage.exists(ended := storage.join(run_uri, ENDED)):
-        raise RuntimeError(storage.read_json(ended)["error"])
+        raise RuntimeError(storage.read_json(ended, shape={"error": str})["error"])

@@ -69,7 +69,8 @@ class StepSource:
 
     def resume_point(self) -> dict[str, Any]:
         """{"checkpoint", "step"}: where this group of workers resumes; for rank 0."""
-        return storage.read_json(storage.join(self.config.run_uri, run_folder.RESUME))
+        shape = {"checkpoint": (str, type(None)), "step": int}
+        return storage.read_json(storage.join(self.config.run_uri, run_folder.RESUME), shape=shape)
 
     def steps(self, step: int) -> Iterator[tuple[list[Unit], float]]:
         """Yield `(this worker's units, seconds that it waited for data)` for each step from `step` on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import platform
@@ -17,6 +18,8 @@ from ..latents.plan import Plan, plan_run
 from ..model import denoisers
 from . import checkpoint, metrics, run_folder
 
+SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
+SNAPSHOT_SHAPE = {"checkpoint_results": [{"checkpoint_dir_name": str}]}
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "pyarrow", "numpy")
 Check = Callable[[TrainingConfig, DataSets], Iterable[str]]  # sentences about what does not fit
 
@@ -33,18 +36,19 @@ def training_config(parameters: dict[str, Any]) -> TrainingConfig:
     """The config from a notebook's variables. The earlier run of this name supplies values that they leave open.
 
     `units_per_step=None` becomes the number of the earlier run, so that a run goes on with any number of workers.
-    `init_from` gets the commit of a hub model (`models.pin_model`). Raises ValueError if a fixed parameter differs from
+    `init_from` gets a commit or a step (`pin_weights`). Raises ValueError if a fixed parameter differs from
     the earlier run's (`check_resume`), before data is looked at.
     """
     earlier = read_earlier(TrainingConfig(**{name: parameters.get(name) for name in ("storage", "run_name")}))
     begun = earlier["parameters"] if earlier else {}
     units = parameters["units_per_step"] or begun.get("units_per_step")
     config = TrainingConfig.from_parameters(parameters, units_per_step=units)
-    if config.init_from and checkpoint.is_hub_id(config.init_from):
-        pinned = models.pin_model(config.init_from, begun.get("init_from"), "init_from")
+    if config.init_from:
+        runs_uri = storage.join(config.storage, "runs")
+        pinned = pin_weights(config.init_from, begun.get("init_from"), runs_uri)
         config = dataclasses.replace(config, init_from=pinned)
     if earlier:
-        check_resume(config, begun)
+        check_resume(config, earlier)
     return config
 
 
@@ -58,7 +62,22 @@ def read_earlier(config: TrainingConfig) -> dict[str, Any] | None:
 def read_config(run_uri: str) -> dict[str, Any]:
     """`config.json` of a run."""
     remedy = "delete it and train with the parameters that this run began with, which writes it again and resumes"
-    return storage.read_json(storage.join(run_uri, "config.json"), remedy)
+    return storage.read_json(storage.join(run_uri, "config.json"), remedy, shape={"parameters": dict})
+
+
+def pin_weights(given: str, earlier: str | None, runs_uri: str) -> str:
+    """`init_from` with its commit on the hub, or with the step of its run's newest checkpoint; else as it is.
+
+    `earlier`: what was pinned when the run began. It is kept unless `given` names another revision or step.
+    """
+    if checkpoint.is_hub_id(given):
+        return models.pin_model(given, earlier, "init_from")
+    uri, step = run_folder.find_run(given, runs_uri)
+    if step is None and earlier and earlier.startswith(f"{uri}@"):
+        return earlier
+    if not run_folder.list_checkpoints(uri):
+        return given
+    return f"{uri}@{run_folder.step_of(run_folder.find_checkpoint(given, runs_uri))}"
 
 
 def run_location(config: TrainingConfig) -> dict[str, Any]:
@@ -90,18 +109,16 @@ def widths_fit(config: TrainingConfig, data: DataSets) -> Iterator[str]:
     adapter, which = denoisers.ADAPTERS[denoiser["_class_name"]], f"unet_config={config.unet_config!r}"
     divisor, width = adapter.divisor(denoiser), adapter.caption_width(denoiser)
     for uri, manifest in data.manifests.items():
-        if width != manifest.embeddings.shape[-1]:
-            yield (
-                f"{which} takes captions {width} wide, and {uri} holds captions {manifest.embeddings.shape[-1]} wide "
-                f"(encoder_model={manifest.text_encoder_model!r}): choose a denoiser and an encoder that belong "
-                "together."
-            )
         columns = [latents for resolution in config.resolutions for latents in manifest.latents_at(resolution)]
-        if columns and denoiser["in_channels"] != columns[0].shape[1]:
-            yield (
-                f"{which} takes {denoiser['in_channels']} latent channels, and {uri} holds {columns[0].shape[1]} "
-                f"(encoder_model={manifest.vae_model!r}): choose ones that belong together."
-            )
+        sizes = [("captions {} wide", width, manifest.embeddings.shape[-1], manifest.text_encoder_model)]
+        if columns:
+            sizes.append(("{} latent channels", denoiser["in_channels"], columns[0].shape[1], manifest.vae_model))
+        for what, taken, held, model in sizes:
+            if taken != held:
+                yield (
+                    f"{which} takes {what.format(taken)}, and {uri} holds {what.format(held)} "
+                    f"(encoder_model={model!r}): choose a denoiser and an encoder that belong together."
+                )
         for latents in columns:
             height, side = latents.shape[2:]
             if height % divisor or side % divisor:
@@ -130,16 +147,19 @@ def refuse(config: TrainingConfig, data: DataSets, checks: Sequence[Check]) -> N
             raise ValueError(" ".join(problems))
 
 
-def check_resume(config: TrainingConfig, begun: dict[str, Any]) -> None:
-    """Raises ValueError, naming the parameter, if a fixed one differs from `begun`, the run's parameters so far.
+def check_resume(config: TrainingConfig, earlier: dict[str, Any]) -> None:
+    """Raises ValueError, naming the parameter, if a fixed one or the denoiser differs from the run's `config.json`.
 
     With a constant learning rate, `max_steps` may grow, as no earlier step depends on it.
     """
-    now = config.fixed("rows", "latents", "run")
+    now, begun = config.fixed("rows", "latents", "run"), earlier["parameters"]
     if config.lr_schedule == "constant" and config.max_steps > begun.get("max_steps", config.max_steps):
         begun = {**begun, "max_steps": config.max_steps}
     remedy = "set it back to resume the run, or give another run_name"
     refuse_change(f"run_name={config.run_name!r}", begun, now, remedy, names=now)
+    denoiser = denoisers.load_denoiser_config(config.unet_config)
+    what = f"run_name={config.run_name!r} with unet_config={config.unet_config!r}"
+    refuse_change(what, earlier.get("denoiser", denoiser), denoiser, "restore that file, or give another run_name")
 
 
 def check_same_data(config: TrainingConfig, before: list[dict], now: list[dict]) -> None:
@@ -168,15 +188,16 @@ def open_run(config: TrainingConfig, checks: Sequence[Check] = CHECKS, guard: Gu
     refuse(config, data, checks)
     described = describe_data(data)
     if earlier := read_earlier(config):
-        check_resume(config, earlier["parameters"])
+        check_resume(config, earlier)
         check_same_data(config, earlier["data"], described)
     if guard:
         guard.check()
-    for sentence in run_folder.reconcile_checkpoints(config.run_uri):
+    for sentence in reconcile_checkpoints(config.run_uri):
         print(sentence)
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     content = {
         "parameters": config.to_dict(),
+        "denoiser": denoisers.load_denoiser_config(config.unet_config),
         "data": described,
         "shapes": describe_shapes(plan_run(data, config)),
         "versions": {"python": platform.python_version(), **versions},
@@ -184,6 +205,41 @@ def open_run(config: TrainingConfig, checks: Sequence[Check] = CHECKS, guard: Gu
     }
     storage.write_json(storage.join(config.run_uri, "config.json"), content)
     return data
+
+
+def reconcile_checkpoints(run_uri: str) -> list[str]:
+    """Delete the checkpoints, and Ray Train's list of them, that the next attempt cannot use.
+
+    Returns sentences about the damaged checkpoints.
+
+    Ray Train fails to start if it cannot read its list of checkpoints, or if the list names a missing folder. Without a
+    list it starts a new one. So a list that disagrees with the storage is deleted. Damaged folders, and older folders
+    that the list does not name, are deleted too. The newest intact checkpoint is found first, by its bytes, and kept,
+    because the run resumes from it. Call `reconcile_checkpoints` while nothing trains under this name.
+    """
+    resume_from, problems = run_folder.last_sound(run_uri)
+    listed, snapshot_uri = [], storage.join(run_uri, SNAPSHOT)
+    try:
+        results = storage.read_json(snapshot_uri, shape=SNAPSHOT_SHAPE)["checkpoint_results"]
+        listed = [result["checkpoint_dir_name"] for result in results]
+    except FileNotFoundError:
+        pass
+    except storage.DamagedFile:  # the driver was killed while Ray Train wrote it
+        storage.delete(snapshot_uri)
+        problems[SNAPSHOT] = "it was cut short, and Ray Train starts a new list"
+    folders = {storage.name(uri): uri for uri in run_folder.list_checkpoints(run_uri)}
+    unusable = {name: "its folder is missing" for name in listed if name not in folders}
+    for name, uri in folders.items():
+        with contextlib.suppress(OSError):  # `run_folder.last_sound` has named it
+            if why := run_folder.find_corruption(uri):
+                unusable[name] = why
+    if not unusable.keys().isdisjoint(listed):
+        storage.delete(snapshot_uri)
+    names = list(folders)  # newest first
+    older = names[names.index(storage.name(resume_from)) + 1 :] if resume_from else []
+    for name in {*unusable.keys() & folders.keys(), *set(older).difference(listed)}:
+        storage.delete(folders[name])
+    return run_folder.describe_problems(problems | unusable, resume_from)
 
 
 def describe_data(data: DataSets) -> list[dict]:

@@ -72,23 +72,24 @@ def test_after_the_lesson_a_cluster_of_this_machine_is_as_if_it_had_not_run(user
 
 DEAD = """
 import psutil, ray
-from helpers import cluster
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
 for name in ("raylet", "gcs_server"):
-    cluster.connect("local", num_cpus=1)
+    shell.run_cell("from helpers import cluster; cluster.connect('local', num_cpus=1)")
     first = ray.get_runtime_context().get_node_id()
-    cluster.connect("local", num_cpus=1)
+    shell.run_cell("cluster.connect('local', num_cpus=1)")
     assert ray.get_runtime_context().get_node_id() == first
     process = next(child for child in psutil.Process().children() if child.name() == name)
     process.kill()
     process.wait()
-    cluster.connect("local", num_cpus=1)
-    print(name, ray.get(ray.remote(lambda: "works").remote()), ray.get_runtime_context().get_node_id() != first)
+    shell.run_cell("import ray; found = ray.get(ray.remote(lambda: 'works').remote())").raise_error()
+    print(name, shell.user_ns["found"], ray.get_runtime_context().get_node_id() != first)
 """
 
 
 @pytest.mark.slow
 def test_a_ray_that_has_died_is_started_again(user):
-    """In the same process, as a notebook's kernel is; one that lives is used again."""
+    """Before the next cell, in the same process, as a notebook's kernel is; one that lives is used again."""
     status, said = python(user, "-c", DEAD)
     assert status == 0 and said.count("Ray has died: it is started or joined again.") == 2, said
     assert "raylet works True" in said and "gcs_server works True" in said, said

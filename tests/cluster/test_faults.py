@@ -171,49 +171,6 @@ def test_a_nan_ends_a_run_at_once(run):
     assert run_folder.read_failures(config.run_uri) == []
 
 
-@pytest.mark.parametrize("harm", ["missing", "folder", "list"])
-def test_a_damaged_checkpoint_is_told(tmp_path, harm):
-    """A file or the folder of the newest is missing, or Ray Train's list of checkpoints was cut short."""
-    config = short_run(str(tmp_path), f"damaged-{harm}")
-    for step in (10, 20):
-        folder = pathlib.Path(config.run_uri, run_folder.checkpoint_name(step, 1))
-        folder.mkdir(parents=True)
-        (folder / "__0_0.distcp").write_bytes(b"1234")
-        storage.write_json(folder / "progress.json", {"step": step, "files": {"__0_0.distcp": 4}})
-    names = [run_folder.checkpoint_name(step, 1) for step in (10, 20)]
-    results = [{"checkpoint_dir_name": name, "metrics": {}} for name in names]
-    listed = storage.join(config.run_uri, run_folder.SNAPSHOT)
-    storage.write_json(
-        listed,
-        {
-            "checkpoint_results": results,
-            "checkpoint_report_indices": [0, 1],
-            "latest_checkpoint_result": results[1],
-            "pending_training_results": [results[1]],
-            "pending_validation_specs": [True],
-            "current_report_index": 2,
-        },
-    )
-    newest = pathlib.Path(config.run_uri, names[1])
-    if harm == "missing":
-        (newest / "__0_0.distcp").unlink()
-        expected = f"{names[1]} cannot be used: its file __0_0.distcp is missing."
-    elif harm == "folder":
-        storage.delete(newest)
-        expected = f"{names[1]} cannot be used: its folder is missing."
-    else:  # every checkpoint is there
-        pathlib.Path(listed).write_text('{"checkpoint_results": [')
-        expected = None
-    said = run_folder.reconcile_checkpoints(config.run_uri)
-    assert run_folder.last_step(config) == (10 if expected else 20)
-    if expected:
-        assert said[-2] == expected and said[-1].endswith(f" from {names[0]}.") and not newest.exists()
-    else:
-        assert "was cut short" in said[0] and said[-1].endswith(f" from {names[1]}.")
-    # Ray Train's own list names nothing that cannot be used.
-    assert not storage.exists(listed) or names[1] not in storage.read_text(listed)
-
-
 # ---- preprocessing
 
 

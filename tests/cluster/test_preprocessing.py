@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
-import torch
 
 from helpers import storage
 from helpers.config import PreprocessingConfig
@@ -22,7 +21,6 @@ from helpers.latents.plan import read_files
 from helpers.lesson import captioned_shapes
 from helpers.raw import images
 from tests import by_hand, pipelines
-from tests.models import CHANNELS, WIDTH, tiny_model
 from tests.pipelines import build_pipeline, encode, prepare_job
 
 ROWS = 600
@@ -171,29 +169,6 @@ def test_an_input_without_rows_is_refused(tmp_path):
     pq.write_table(columns.empty_table(), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="The input holds no rows"):
         prepare_job(PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet")))
-
-
-def test_another_autoencoder_and_text_encoder_store_captions_without_padding(cluster, tmp_path):
-    """Each row's text is what the text encoder makes of its caption alone; finished, the job has nothing to do."""
-    models = {"vae_model": tiny_model(tmp_path / "dc", "AutoencoderDC")}
-    models["text_encoder_model"] = tiny_model(tmp_path / "t5", text="T5EncoderModel")
-    text = {"maximum_tokens": 20, "unet_config": "tiny-transformer"}
-    config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32], latents="mean", **models, **text)
-    captioned_shapes.write_data_set(config.raw_uri, 150)
-    config = prepare_job(config).config
-    manifest = encode(config)
-    rows, spec = pq.read_table(f"{config.latents_uri}/data"), manifest.embeddings
-    assert manifest.written == len(rows) == 150 and spec.shape == (20, WIDTH)
-    assert manifest.latents(32).shape == (1, CHANNELS["AutoencoderDC"], 4, 4)
-    (found, _), num_tokens = spec.decode(rows["caption_embeddings"]), spec.num_tokens(rows["caption_embeddings"])
-    assert set(num_tokens.tolist()) == {12, 13}
-    text_encoder = encoder.load_text_encoder(config.text_encoder_model)
-    for caption, states, number in list(zip(rows["caption"].to_pylist(), found, num_tokens, strict=True))[:20]:
-        ids = caption_ids([caption], config)[:, :number]
-        with torch.no_grad():
-            expected = text_encoder(torch.from_numpy(ids).long()).last_hidden_state[0]
-        np.testing.assert_allclose(states[:number], expected, rtol=1e-3, atol=2e-3)
-    assert encode(PreprocessingConfig(**config.to_dict())) == manifest
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def upload(run_uri, tmp_path, monkeypatch):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "a").write_bytes(b"123")
-        storage.write_json(folder / run_folder.PROGRESS, {"step": 10, "files": {"a": 3}})
+        storage.write_json(folder / run_folder.PROGRESS, {"step": 10, "files": {"a": 3}, "checksums": {}})
         reported = manager.upload(lambda: None, ray.train.Checkpoint(str(folder)), name)
         assert not folder.exists() and manager.uploaded.is_set()
         return reported

@@ -127,7 +127,7 @@ def test_half_a_progress_json_or_mark_is_a_damaged_checkpoint(tmp_path):
         storage.write_json(f"{folder}/{run_folder.PROGRESS}", {"step": step, "files": {}, "checksums": {}})
     halve(f"{folder}/{run_folder.PROGRESS}")
     half(f"{tmp_path}/{run_folder.checkpoint_name(20, 1)}/{run_folder.DAMAGED}", {"why": "its file a is damaged"})
-    assert run_folder.find_corruption(folder) == "its progress.json is cut short"
+    assert run_folder.find_corruption(folder) == "its progress.json is damaged"
     assert run_folder.step_of(run_folder.last_complete(str(tmp_path))) == 10
 
 

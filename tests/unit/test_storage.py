@@ -1,8 +1,11 @@
+import json
 import os
 import pathlib
 import urllib.parse
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from helpers import storage
 
@@ -46,12 +49,21 @@ def test_a_file_uri_is_a_local_path_written_plainly_or_with_percent_signs(tmp_pa
         "https://me:SECRET@hub:8080/a@b#token=SECRET": "https://hub:8080/a@b",
         "abfss://container:SECRET@account.dfs.core.windows.net/a?sig=SECRET": "abfss://container@account.dfs.core.windows.net/a",
         "gs://me:SEC@RET@bucket/a": "gs://bucket/a",
-        **{uri: uri for uri in ("/a?b=c@d#e=f", "s3://bucket/a:b@c", "s3://bucket/a b#c%20ü", "https://hub:80/a@b")},
+        **{
+            uri: uri
+            for uri in (
+                "/a?b=c@d#e=f",
+                "gs://anonymous@bucket/a",
+                "s3://bucket/a:b@c",
+                "s3://bucket/a b#c%20ü",
+                "https://hub:80/a@b",
+            )
+        },
     }.items(),
 )
 def test_a_uri_is_shown_and_refused_without_what_is_secret(uri, shown):
     assert storage.shown(uri) == shown == storage.shown(shown)
-    if "SECRET@" in uri:
+    if uri != shown:
         with pytest.raises(ValueError, match="credentials come from the environment") as raised:
             storage.exists(uri)
         assert "SECRET" not in str(raised.value)
@@ -65,6 +77,43 @@ def test_any_folder_name_can_be_used(tmp_path, folder):
     assert storage.read_json(uri) == {"text": "grüße"} and storage.exists(uri) and storage.is_file(uri)
     storage.delete(tmp_path / folder)
     assert not storage.exists(tmp_path / folder)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda one: st.lists(one, max_size=3) | st.dictionaries(st.text(), one, max_size=3),
+    max_leaves=8,
+)
+
+
+@hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(st.dictionaries(st.text(), JSON, max_size=4) | st.lists(JSON, max_size=4), st.data())
+def test_a_json_file_with_any_bit_flipped_is_refused_by_name_or_read_as_before(tmp_path, content, data):
+    uri = tmp_path / "a.json"
+    storage.write_json(uri, content, indent=data.draw(st.sampled_from([None, 1])))
+    assert storage.read_json(uri, shape=object) == content
+    damaged, bit = bytearray(uri.read_bytes()), data.draw(st.integers(0, 8 * uri.stat().st_size - 1))
+    damaged[bit // 8] ^= 1 << bit % 8
+    uri.write_bytes(damaged)
+    try:
+        assert storage.read_json(uri, "restore it", shape=object) == content
+    except storage.DamagedFile as error:
+        assert str(error).startswith(f"{uri} is damaged or cut short") and str(error).endswith(": restore it.")
+
+
+SHAPE = {"step": int, "files": {"a": [int]}}
+
+
+@pytest.mark.parametrize("shape", [{}, {"step": "3"}, {"files": []}, {"files": {"a": [1, "2"]}}, [], None, 3, [1]])
+def test_json_of_another_type_is_refused_by_name(tmp_path, shape):
+    """Whether it has a checksum or, as files of other programs and earlier versions, none."""
+    whole = {"step": 3, "files": {"a": [1, 2], "b": 0}}
+    (tmp_path / "a.json").write_text(json.dumps(whole))
+    assert storage.read_json(tmp_path / "a.json", shape=SHAPE) == whole
+    other = {**whole, **shape} if shape and isinstance(shape, dict) else shape
+    (tmp_path / "a.json").write_text(json.dumps(other))
+    with pytest.raises(storage.DamagedFile, match=r"a\.json is damaged.*: restore it\.$"):
+        storage.read_json(tmp_path / "a.json", "restore it", shape=SHAPE)
 
 
 class Interrupted(BaseException):

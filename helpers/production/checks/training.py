@@ -6,11 +6,14 @@ A check is a function `(config, data) -> sentences`. The first one that finds so
 from __future__ import annotations
 
 import inspect
-import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import diffusers
+import safetensors
 import torch
+from pyarrow import fs
 
 from ... import storage
 from ...config import TrainingConfig, first_difference
@@ -18,7 +21,7 @@ from ...distributed import COMPILED_SHAPES
 from ...latents.manifest import DataSets, read_segments
 from ...latents.parquet import MEND
 from ...latents.plan import plan_run
-from ...model import denoisers
+from ...model import denoisers, diffusion
 from ...train import checkpoint, run_folder, start
 
 LISTED_ROWS = 10**8  # a larger data set's files are not listed before a run: they are checked when they are read
@@ -74,8 +77,30 @@ def files_are_there(config: TrainingConfig, data: DataSets) -> Iterator[str]:
 
 
 def denoiser_is_supported(config: TrainingConfig, data: DataSets) -> Iterator[str]:
-    """A sentence for each value of the denoiser's config that is not supported."""
-    yield from denoisers.find_faults(config.unet_config)
+    """Sentences that say why the denoiser cannot be trained or sampled.
+
+    Runs a training step on the "meta" device, which computes shapes alone.
+    """
+    denoiser = denoisers.load_denoiser_config(config.unet_config)
+    adapter, channels = denoisers.ADAPTERS[denoiser["_class_name"]], denoiser["in_channels"]
+    side, which = 2 * adapter.divisor(denoiser), f"unet_config={config.unet_config!r} cannot be trained or sampled"
+    try:
+        with torch.device("meta"):
+            model = denoisers.build_denoiser(config.unet_config).to("meta")
+            text_BLD, mask_BL = torch.ones(2, 8, adapter.caption_width(denoiser)), torch.ones(2, 8, dtype=torch.bool)
+            latents_BCHW, mask_BL = torch.ones(2, channels, side, side), mask_BL if adapter.masks_padding else None
+            denoisers.denoise(model, latents_BCHW, torch.ones(2), text_BLD, mask_BL).sum().backward()
+    except Exception as error:  # of any kind, from diffusers
+        reason = str(error).splitlines()[0].rstrip(".")
+        yield f"{which} on latents, timesteps and captions alone: {reason}."
+        return
+    predicted = model.config.get("out_channels") or channels
+    if predicted != channels:
+        yield f"{which}: out_channels={predicted} is not in_channels={channels}, which {adapter.pipeline} needs."
+    if unused := [name for name, parameter in model.named_parameters() if parameter.grad is None]:
+        yield f"{which}: {len(unused)} parameters get no gradient, such as {unused[0]}: leave out what they belong to."
+    if any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules()):
+        yield f"{which}: its dropout is not 0, and a resumed run would draw other numbers: set it to 0."
 
 
 def encoders_fit(config: TrainingConfig, data: DataSets) -> Iterator[str]:
@@ -117,58 +142,116 @@ def first_weights_fit(config: TrainingConfig, data: DataSets) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    given = f"init_from={config.init_from!r}"
+    given, manifest = f"init_from={config.init_from!r}", data.first
     if run_folder.is_checkpoint(folder):
         run_uri = folder.rpartition("/")[0].removesuffix(f"/{run_folder.BEST}")
         if not storage.exists(storage.join(run_uri, "config.json")):
             yield f"{given} is a checkpoint in {run_uri}, which lacks the config.json of its run: copy that file there."
             return
-        parameters = start.read_config(run_uri)["parameters"]
-        theirs, objective = denoisers.load_denoiser_config(parameters["unet_config"]), parameters["prediction_type"]
+        if why := run_folder.find_damage(folder):
+            yield f"{given} is {folder}, which cannot be used: {why}: choose another step by run@step."
+            return
+        begun = start.read_config(run_uri)
+        parameters, vae = begun["parameters"], begun["data"][0]
+        theirs = begun.get("denoiser") or denoisers.load_denoiser_config(parameters["unet_config"])
+        objective, is_other = parameters["prediction_type"], parameters["zero_terminal_snr"] != config.zero_terminal_snr
     else:
-        theirs = storage.read_json(storage.join(folder, "config.json"))
-        objective = objective_of_pipeline(folder.rpartition("/")[0])
-        yield from incomplete_weights(config.unet_config, folder, given)
+        theirs, pipeline = storage.read_json(storage.join(folder, "config.json")), folder.rpartition("/")[0]
+        objective, is_other = objective_of_pipeline(pipeline, config)
+        path = storage.join(pipeline, "vae", "config.json")
+        vae = storage.read_json(path, "get the pipeline again") if storage.exists(path) else {}
+        yield from unfit_weights(config.unet_config, folder, given)
     yield from other_settings(config.unet_config, theirs, given)
     if objective not in (None, config.prediction_type):
         yield (
             f"{given} was trained with prediction_type={objective!r}, not {config.prediction_type!r}: start from "
             "weights of the same."
         )
+    elif is_other:
+        yield (
+            f"{given} was trained with another noise schedule than this run's, with "
+            f"zero_terminal_snr={config.zero_terminal_snr}: start from weights of the same."
+        )
+    for name, ours in (("scaling_factor", manifest.scaling_factor), ("shift_factor", manifest.shift_factor)):
+        if (value := vae.get(name) or 0) != ours and name in vae:
+            yield (
+                f"{given} was trained on latents of a VAE with {name}={value}, and this data's has {ours}: start from "
+                "weights for the same VAE, or encode the data with that one."
+            )
 
 
-def incomplete_weights(unet_config: str, folder: str, given: str) -> Iterator[str]:
-    """A sentence if weights in diffusers layout are pickled, or lack a tensor: it would keep random values."""
+def unfit_weights(unet_config: str, folder: str, given: str) -> Iterator[str]:
+    """A sentence for weights in diffusers layout that are not the denoiser's, whole, and finite.
+
+    A tensor that is missing would keep its random values.
+    """
     files = checkpoint.weight_files(folder)
     if not files:
         yield (
-            f"{given}: {folder} holds no weights in safetensors, and .bin files are not opened, because they may "
-            "run code: save the denoiser again with safe_serialization=True."
+            f"{given}: {folder} holds no weights in safetensors, {checkpoint.WEIGHTS} or its parts, and other files "
+            "are not opened, as a .bin may run code: save the denoiser again with safe_serialization=True and without "
+            "a variant."
         )
         return
     with torch.device("meta"):
-        names = denoisers.build_denoiser(unet_config).state_dict()
-    if missing := names.keys() - set().union(*map(tensor_names, files)):
-        yield f"{given}: the weights in {folder} lack {min(missing)}: get them again."
+        expected = {name: list(one.shape) for name, one in denoisers.build_denoiser(unet_config).state_dict().items()}
+    found = {}
+    for uri in files:
+        try:
+            found |= read_tensors(uri)
+        except (OSError, safetensors.SafetensorError):
+            yield f"{given}: {uri} is missing, cut short or no safetensors file: get the weights again."
+            return
+    for name in sorted(expected | found):
+        shape, problem = found.get(name, (None, None))
+        if name not in found:
+            problem = f"lack {name}"
+        elif name not in expected:
+            problem = f"hold {name}, which unet_config={unet_config!r} does not have"
+        elif shape != expected[name]:
+            problem = f"hold {name} with shape {shape}, and unet_config={unet_config!r} has {expected[name]}"
+        if problem:
+            yield f"{given}: the weights in {folder} {problem}: get them again."
+            return
 
 
-def tensor_names(uri: str) -> set[str]:
-    """The names of the tensors in a safetensors file; empty for another kind of file. Reads only the file's header."""
+def read_tensors(uri: str) -> dict[str, tuple[list[int], str | None]]:
+    """{name: (shape, problem or None)} of a safetensors file's tensors. Raises SafetensorError if it is not whole.
+
+    Reads the values, a tensor at a time, because one that is not finite would end the run at its first step.
+    """
     filesystem, path = storage.open_filesystem(uri)
-    with filesystem.open_input_file(path) as file:
-        num_bytes = int.from_bytes(file.read(8), "little")
-        return set(json.loads(file.read(num_bytes))) if num_bytes < file.size() else set()
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if not storage.is_local(uri):
+            source, path = path, f"{folder}/weights"
+            fs.copy_files(source, path, filesystem, fs.LocalFileSystem())
+        with safetensors.safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                tensor, problem = file.get_tensor(name), None
+                if not tensor.is_floating_point():
+                    problem = f"hold {name} as {tensor.dtype}, not as floating-point numbers"
+                elif not tensor.float().isfinite().all():
+                    problem = f"hold numbers in {name} that are not finite"
+                found[name] = list(tensor.shape), problem
+    return found
 
 
-def objective_of_pipeline(uri: str) -> str | None:
-    """The `prediction_type` that a pipeline's scheduler is for; None if there is no scheduler."""
+def objective_of_pipeline(uri: str, config: TrainingConfig) -> tuple[str | None, bool]:
+    """`(prediction_type, whether its noise schedule is not the run's)` by a pipeline's scheduler; None without one."""
     path = storage.join(uri, "scheduler", "scheduler_config.json")
     if not storage.exists(path):
-        return None
-    scheduler = storage.read_json(path, "get the pipeline again")
+        return None, False
+    scheduler = storage.read_json(path, "get the pipeline again", shape={"_class_name": str})
     found = scheduler.get("prediction_type", "epsilon")
-    is_flow = "FlowMatch" in scheduler["_class_name"] or found == "flow_prediction"
-    return "flow" if is_flow else found
+    if "FlowMatch" in scheduler["_class_name"] or found == "flow_prediction":
+        return "flow", False
+    kind = getattr(diffusers, scheduler["_class_name"], None)
+    theirs = getattr(kind and kind.from_config(scheduler), "alphas_cumprod", None)
+    if theirs is None or config.prediction_type == "flow":
+        return found, False
+    ours = diffusion.noise_schedule(config.prediction_type, config.zero_terminal_snr).alphas_cumprod
+    return found, theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=0, atol=1e-4)
 
 
 def other_settings(unet_config: str, theirs: dict[str, Any], given: str) -> Iterator[str]:
@@ -223,6 +306,11 @@ def notes(config: TrainingConfig, data: DataSets) -> Iterator[str]:
         share = manifest.job["validation_share"]
         if config.validation_share not in (0, share):
             yield f"validation_share={config.validation_share} is not used: {uri} was encoded with {share}."
+    if config.warmup_steps >= config.max_steps:
+        yield (
+            f"warmup_steps={config.warmup_steps} is not less than max_steps={config.max_steps}: the learning rate only "
+            "rises. Fewer warm-up steps in a new run let it fall."
+        )
     shapes = start.describe_shapes(plan_run(data, config))
     for shape in shapes:
         if not shape["steps"]:

@@ -32,6 +32,7 @@ from ...latents import held_out, schema
 from ...latents.manifest import DataSets, Manifest
 from ...model.denoisers import build_denoiser
 from ...model.sharding import cast_inputs
+from ...notebook import Progress
 from ...train import checkpoint, run_folder
 from ..data import validation_set
 from . import results
@@ -66,9 +67,9 @@ def settle(evaluate: Evaluate, config: TrainingConfig) -> Evaluate:
     if evaluate.validation_uri:
         validation_set.check(evaluate.validation_uri, config, data)
     if held_out_rows(config) is None and not evaluate.best_by.startswith("validation_set"):
-        print(
-            f"No rows are held out (validation_share={config.validation_share:g}): there is no validation loss and no "
-            "CMMD. Encode more rows, or with a larger share, or give `evaluate` a validation_uri."
+        Progress("evaluation").message(
+            f"No rows are held out (validation_share={config.validation_share:g}): no checkpoint is the best by a "
+            "validation loss. Encode more rows, or with a larger share, or give `evaluate` a validation_uri."
         )
     prompts = read_prompts(evaluate.prompts)
     clip_model = evaluate.clip_model and models.pin_model(evaluate.clip_model, parameter="clip_model")

@@ -16,6 +16,7 @@ import numpy as np
 
 from ... import storage
 from ...config import Several, TrainingConfig
+from ...train import run_folder
 from ...train.extra import Extra
 from . import validated
 
@@ -75,10 +76,24 @@ def tensorboard(config: TrainingConfig) -> Iterator[Track]:
         folder = uri if storage.is_local(uri) else stack.enter_context(tempfile.TemporaryDirectory())
         if folder != uri:
             stack.callback(storage.copy_folder, folder, uri)
-        writer = stack.enter_context(SummaryWriter(folder, flush_secs=10))
+
+        def open_writer(step: int) -> SummaryWriter:
+            """Events from `step` on that an earlier writer wrote are hidden: these steps are done again."""
+            # A file's name has the second; two writers of one second must not share it.
+            options = {"flush_secs": 10, "purge_step": step, "filename_suffix": f".{step}"}
+            return stack.enter_context(SummaryWriter(folder, **options))
+
+        newest = run_folder.last_step(config)
+        writer = open_writer(newest + 1)
         writer.add_text("parameters", f"```\n{json.dumps(config.to_dict(), indent=1)}\n```")
 
         def track(step: int, values: dict[str, Any]) -> None:
+            nonlocal writer, newest
+            if "step_seconds" in values:  # a step's, not an evaluation's, which comes later than newer steps
+                if step <= newest:
+                    writer.close()
+                    writer = open_writer(step)
+                newest = step
             for name, value in values.items():
                 if is_number(value):
                     writer.add_scalar(name, value, step)
@@ -93,7 +108,7 @@ def wandb(config: TrainingConfig) -> Iterator[Track]:
     """Logs to a run of the project "pretraining"; a resumed run continues it. WANDB_MODE=offline needs no network."""
     import wandb
 
-    named = dict(project="pretraining", name=config.run_name, id=config.run_name, resume="allow")
+    named = dict(project="pretraining", name=config.run_name, id=run_folder.run_id(config.run_uri), resume="allow")
     with wandb.init(**named, config=config.to_dict()) as run:
         run.define_metric("*", step_metric="step")  # wandb's own steps cannot go back, as a validation's do
 

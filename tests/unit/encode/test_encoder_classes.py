@@ -19,7 +19,6 @@ from helpers.encode.captions import caption_ids, load_tokenizer
 from helpers.latents import read, schema
 from helpers.model import diffusion
 from helpers.model.denoisers import load_denoiser_config
-from helpers.online.encode import choose_captions
 from helpers.train.step import TrainStep, Unit
 from tests.latents import plan_for, read_steps, refuse
 from tests.models import CHANNELS, DOWNSAMPLING, WIDTH, tiny_model

@@ -3,10 +3,8 @@ import json
 import pytest
 import torch
 from diffusers import AutoencoderKL
-from safetensors.torch import load_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from helpers.lesson import captioned_shapes
 from tests.makers import build_tiny_sd
 
 FOLDER = build_tiny_sd.FOLDER
@@ -25,12 +23,6 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def text_encoder():
     return CLIPTextModel.from_pretrained(FOLDER / "text_encoder", dtype=torch.float32)
-
-
-def test_the_folder_holds_at_most_4_mb_in_fp16():
-    assert sum(p.stat().st_size for p in FOLDER.rglob("*") if p.is_file()) <= 4_000_000
-    for weights in FOLDER.rglob("*.safetensors"):
-        assert {t.dtype for t in load_file(weights).values() if t.is_floating_point()} == {torch.float16}
 
 
 def test_reconstructions_have_33_db_and_readable_shapes_as_the_card_says(vae):
@@ -71,13 +63,6 @@ def test_the_end_token_is_found_where_the_tokenizer_puts_it(text_encoder, tokeni
     assert torch.equal(result.pooler_output, result.last_hidden_state[torch.arange(2), torch.tensor([4, 1])])
 
 
-def test_every_word_of_the_captions_is_one_token(tokenizer):
-    for caption in [*captioned_shapes.captions(1)[::101], *captioned_shapes.captions(2)[::101]]:
-        ids = tokenizer(caption).input_ids
-        assert len(ids) == len(caption.split()) + 2 <= 24
-        assert tokenizer.decode(ids, skip_special_tokens=True).strip() == caption
-
-
 # ---- how it was made
 
 
@@ -104,10 +89,3 @@ def test_a_short_build_replaces_the_old_model(tmp_path, monkeypatch):
     assert {p.relative_to(model) for p in model.rglob("*")} == {p.relative_to(FOLDER) for p in FOLDER.rglob("*")}
     assert "--seed 1" in (model / "README.md").read_text()
     assert json.loads((model / "vae" / "config.json").read_text())["scaling_factor"] != 0.18215
-
-
-def test_a_build_never_replaces_a_folder_of_something_else(tmp_path):
-    (tmp_path / "photo.jpg").write_text("mine")
-    with pytest.raises(ValueError, match="holds something other than a model"):
-        build_tiny_sd.build(tmp_path)
-    assert (tmp_path / "photo.jpg").read_text() == "mine"

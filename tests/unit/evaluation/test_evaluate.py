@@ -154,7 +154,7 @@ def test_a_loss_is_the_same_by_the_trainers_and_by_a_task(tmp_path, build_run, s
 
 def checkpoint_at(config, step):
     uri = storage.join(config.run_uri, f"checkpoint-{step:09d}-001")
-    storage.write_json(storage.join(uri, "progress.json"), {"step": step, "files": {}})
+    storage.write_json(storage.join(uri, "progress.json"), {"step": step, "files": {}, "checksums": {}})
     return ray.train.Checkpoint(uri)
 
 
@@ -244,6 +244,12 @@ def test_the_driver_settles_prompts_and_hands_over_the_evaluation(build_run, tmp
     settled = dataclasses.replace(given, prompts=["a red circle", "a blue square, small"])
     assert made.fn.keywords == {"evaluate": settled, "config": config}
     assert made.ray_remote_kwargs == {"num_cpus": 0, "max_retries": -1}
+
+
+def test_a_run_of_which_no_row_is_held_out_is_told(build_run, monkeypatch, capsys):
+    monkeypatch.setattr(scores, "held_out_rows", lambda config: None)
+    settings().trainer_options(build_run())
+    assert "No rows are held out (validation_share=0.02)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

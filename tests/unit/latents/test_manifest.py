@@ -1,16 +1,21 @@
 """The two files of a latents folder."""
 
 import dataclasses
+import json
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from helpers import storage
 from helpers.latents.manifest import (
     FILES,
     MANIFEST,
     read_manifest,
+    read_segments,
     write_manifest,
 )
+from helpers.latents.plan import read_files
 
 
 def segments():
@@ -88,3 +93,43 @@ def test_latents_of_another_version_are_refused_with_what_to_do(tmp_path, build_
     write_manifest(str(tmp_path), dataclasses.replace(build_manifest(), schema_version=version), [])
     with pytest.raises(ValueError, match=f"schema version {version!r}, this code reads 5: encode the data again"):
         read_manifest(str(tmp_path))
+
+
+@hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(st.sampled_from([FILES, MANIFEST]), st.data())
+def test_a_flipped_bit_is_refused_by_the_files_name_or_changes_nothing(tmp_path, build_manifest, name, data):
+    uri, manifest = str(tmp_path), build_manifest(segments=segments())
+    write_manifest(uri, manifest, segments())
+    damaged = bytearray((tmp_path / name).read_bytes())
+    bit = data.draw(st.integers(0, 8 * len(damaged) - 1))
+    damaged[bit // 8] ^= 1 << bit % 8
+    (tmp_path / name).write_bytes(damaged)
+    try:
+        assert read_manifest(uri) == manifest and read_segments(uri) == segments()
+    except storage.DamagedFile as error:
+        assert f"{name} is damaged" in str(error) and "run the notebook that encoded this data again" in str(error)
+
+
+def fewer_files(listed):
+    listed[0]["files"].pop()
+
+
+def other_rows(listed):
+    listed[0]["files"][0]["row_groups"][0] += 1
+
+
+@pytest.mark.parametrize("change", [fewer_files, other_rows, list.clear, lambda listed: listed.append(None)])
+@pytest.mark.parametrize("has_checksum", [False, True])
+def test_a_list_of_other_files_than_the_manifest_counts_is_refused(tmp_path, build_manifest, change, has_checksum):
+    """Lists of earlier versions have no checksum; those are read."""
+    uri, listed = str(tmp_path), segments()
+    write_manifest(uri, build_manifest(segments=segments()), segments())
+    (tmp_path / FILES).write_text(json.dumps(listed))
+    assert read_segments(uri) == listed and len(read_files(uri).names) == 3
+    change(listed)
+    if has_checksum:
+        storage.write_json(tmp_path / FILES, listed)
+    else:
+        (tmp_path / FILES).write_text(json.dumps(listed))
+    with pytest.raises(storage.DamagedFile, match=f"{FILES} .*: run the notebook that encoded this data again"):
+        read_files(uri)

@@ -18,6 +18,7 @@ from helpers.model import denoisers
 from helpers.model.denoisers import PRESETS, build_denoiser, load_denoiser_config
 from helpers.model.sharding import build_model
 from helpers.production.card import model_card
+from helpers.production.checks import training
 from helpers.sample import denoiser_of, export_pipeline, generate, pipeline_of_run
 from helpers.train.step import TrainStep, Unit
 from tests.latents import SHAPES, refuse
@@ -298,6 +299,10 @@ def test_all_that_does_not_fit_is_refused_at_once(build_manifest, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def find_faults(unet_config):
+    return training.denoiser_is_supported(TrainingConfig(unet_config=unet_config), None)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -311,7 +316,7 @@ def test_all_that_does_not_fit_is_refused_at_once(build_manifest, tmp_path):
 def test_a_config_that_cannot_be_trained_or_sampled_is_one_sentence(tmp_path, changes, message):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**SMALL["unet"], **changes}))
-    (fault,) = denoisers.find_faults(str(path))
+    (fault,) = find_faults(str(path))
     assert fault.startswith(f"unet_config='{path}' cannot be trained or sampled") and fault.endswith(".")
     assert message in fault and "\n" not in fault
 
@@ -329,7 +334,7 @@ def test_a_config_that_can_be_trained_and_drawn_has_no_fault_and_takes_its_capti
 ):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**SMALL[base], **changes}))
-    assert not list(denoisers.find_faults(str(path)))
+    assert not list(find_faults(str(path)))
     manifest, rows = padded if base == "unet" else ragged
     cleaning = "ftfy" if base == "prx" else "none"
     manifest = dataclasses.replace(manifest, job={"text_cleaning": cleaning})
@@ -340,7 +345,7 @@ def test_a_config_that_can_be_trained_and_drawn_has_no_fault_and_takes_its_capti
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_trained(name):
-    assert not list(denoisers.find_faults(name))
+    assert not list(find_faults(name))
 
 
 @pytest.mark.parametrize(

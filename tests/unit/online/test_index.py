@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 
 import datasets
 import numpy as np
@@ -33,7 +34,7 @@ from helpers.online import prepare as prepare_online
 from helpers.online.config import OnlineConfig
 from helpers.production.decode import isolated
 from helpers.production.readers import detect
-from helpers.raw import images, readers
+from helpers.raw import images, inputs, readers
 from helpers.train.step import Unit
 from tests.latents import plan_for, read_steps
 
@@ -256,6 +257,17 @@ def test_files_written_again_with_the_same_sizes_have_a_new_index(tmp_path, caps
     assert sizes[0] == sizes[1] == sizes[2]
     assert manifests[0] == manifests[1] != manifests[2]
     assert capsys.readouterr().out.count("were written again") == 1
+
+
+def test_a_store_tells_which_files_were_written_again(store):
+    uri = "s3://bucket/raw"
+    config, found = OnlineConfig(input_uri=uri, input_format="parquet"), []
+    for names in ("ab", "b"):
+        for name in names:
+            storage.write_text(f"{uri}/{name}.parquet", "x")
+        found.append(inputs.modified(inputs.list_inputs(config)[1], config))
+        time.sleep(1.1)  # a store's clock has seconds
+    assert [name for name in found[0] if found[0][name] != found[1][name]] == ["b.parquet"]
 
 
 @settings(max_examples=25, deadline=None)

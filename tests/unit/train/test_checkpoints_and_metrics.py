@@ -12,7 +12,7 @@ import torch
 from helpers import cluster, distributed, storage
 from helpers.config import TrainingConfig
 from helpers.production.extras import sick_devices
-from helpers.train import run_folder
+from helpers.train import run_folder, start
 from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics, samples_crc32
 from helpers.train.source import StepSource
 from tests.processes import run_script
@@ -64,7 +64,7 @@ def write_checkpoint(run_uri, step, attempt=1, files=(("a", 3),)):
     folder.mkdir(parents=True)
     for name, size in files:
         (folder / name).write_bytes(b"x" * size)
-    storage.write_json(folder / run_folder.PROGRESS, {"step": step, "files": dict(files)})
+    storage.write_json(folder / run_folder.PROGRESS, {"step": step, "files": dict(files), "checksums": {}})
     return folder
 
 
@@ -75,12 +75,17 @@ def write_checkpoint(run_uri, step, attempt=1, files=(("a", 3),)):
         (lambda folder: (folder / "a").unlink(), "its file a is missing"),
         (lambda folder: (folder / "a").write_bytes(b"x"), "its file a has 1 bytes of 3"),
         (lambda folder: (folder / run_folder.PROGRESS).unlink(), "it has no progress.json"),
-        (lambda folder: (folder / run_folder.PROGRESS).write_text('{"step": 3'), "its progress.json is cut short"),
+        *[
+            (lambda folder, text=text: (folder / run_folder.PROGRESS).write_text(text), "its progress.json is damaged")
+            for text in ('{"step": 3', "[]", "null", '{"step": 3}', '{"step": "3", "files": {}, "checksums": {}}')
+        ],
+        (lambda folder: folder.rename(f"{folder.parent}/checkpoint-000000040-001"), "its progress.json says step 30"),
     ],
 )
 def test_a_damaged_checkpoint_is_described_in_a_few_words(run_uri, harm, problem):
     folder = write_checkpoint(run_uri, 30)
     harm(folder)
+    (folder,) = pathlib.Path(run_uri).iterdir()
     assert run_folder.find_corruption(str(folder)) == problem
 
 
@@ -92,10 +97,16 @@ def test_the_newest_complete_checkpoint_of_any_attempt_is_found(run_uri):
     assert run_folder.step_of(run_folder.last_complete(run_uri)) == 100
 
 
+def test_attempts_are_ordered_by_number(run_uri):
+    write_checkpoint(run_uri, 30, attempt=999)
+    newest = write_checkpoint(run_uri, 30, attempt=1000)
+    assert run_folder.last_complete(run_uri) == str(newest)
+
+
 def test_unlisted_checkpoints_are_deleted_but_the_newest(run_uri):
     old, newest = write_checkpoint(run_uri, 10), write_checkpoint(run_uri, 20)
     (torn := write_checkpoint(run_uri, 30) / "a").unlink()
-    assert run_folder.reconcile_checkpoints(run_uri) == [
+    assert start.reconcile_checkpoints(run_uri) == [
         f"{torn.parent.name} cannot be used: its file a is missing.",
         f"The run resumes from {newest.name}.",
     ]

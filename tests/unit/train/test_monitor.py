@@ -111,7 +111,7 @@ def save_run(config, step):
     )
     storage.write_text(f"{config.run_uri}/metrics.jsonl", lines)
     folder = f"{config.run_uri}/{run_folder.checkpoint_name(step, 1)}"
-    storage.write_json(f"{folder}/{run_folder.PROGRESS}", {"step": step, "files": {}})
+    storage.write_json(f"{folder}/{run_folder.PROGRESS}", {"step": step, "files": {}, "checksums": {}})
 
 
 def test_a_finished_run_says_when_it_ended_and_how_to_train_anew(tmp_path, capsys):

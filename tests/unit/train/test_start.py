@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import types
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.steps import MIDDLE, STEPS, everything, same, save, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DATA = [{"written": 48, "files_crc32": 7, "proportion": 1.0, "made_with": {}}]
+BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 CONSTANT = {"lr_schedule": "constant", "warmup_steps": 2}
 
 
@@ -52,7 +54,7 @@ def checkpoint_of(first):
 def test_a_run_with_a_constant_rate_may_grow_and_is_bitwise_the_longer_one(first, build_step, rows):
     config, _, lines, at_end = first
     grown = dataclasses.replace(config, max_steps=STEPS)
-    start.check_resume(grown, start.read_earlier(config)["parameters"])
+    start.check_resume(grown, start.read_earlier(config))
     point = run_folder.choose_resume_point(grown.run_uri)
     assert point == {"checkpoint": checkpoint_of(first), "step": MIDDLE}
     state = build_step(**grown.to_dict())
@@ -69,13 +71,45 @@ def test_a_resumed_run_computes_with_its_own_parameters(first, second, build_ste
     assert same(everything(state), first[1])
 
 
+def test_a_run_whose_denoisers_file_has_changed_is_refused_by_name(first, tmp_path):
+    config, path = first[0], tmp_path / "mine.json"
+    values = load_denoiser_config(config.unet_config)
+    path.write_text(json.dumps({**values, "act_fn": "gelu"}))
+    changed = dataclasses.replace(config, unet_config=str(path))
+    earlier = {"parameters": changed.to_dict(), "denoiser": values}
+    with pytest.raises(
+        ValueError, match=r"unet_config='.*mine.json' was begun with act_fn='silu', not 'gelu': restore"
+    ):
+        start.check_resume(changed, earlier)
+    path.write_text(json.dumps(values))
+    start.check_resume(changed, earlier)
+
+
+def test_a_warm_up_as_long_as_the_run_is_said(second, monkeypatch):
+    monkeypatch.setattr(training, "plan_run", lambda data, config: types.SimpleNamespace(shapes=[], shape_steps=[]))
+    for steps, said in ((4, False), (5, True), (6, True)):
+        notes = training.notes(second(warmup_steps=steps, max_steps=5), DataSets({}, {}))
+        assert any("the learning rate only rises" in note for note in notes) == said
+
+
+def test_paths_of_models_and_runs_are_resolved_as_other_paths(first, second, tmp_path, monkeypatch):
+    """Workers run in folders of their own."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(second().unet_config, "mine.json")
+    assert second(unet_config="mine.json").unet_config == str(tmp_path / "mine.json")
+    (tmp_path / "runs").symlink_to(storage.join(first[0].storage, "runs"))
+    for given in ("runs/first", "runs/first@3"):
+        assert second(init_from=given).init_from == str(tmp_path / given)
+    assert second(init_from="org/model@3").init_from == "org/model@3"
+
+
 def test_max_steps_grows_with_a_constant_rate_only(second):
-    begun = second(max_steps=50, lr_schedule="cosine").to_dict()
+    begun = {"parameters": second(max_steps=50, lr_schedule="cosine").to_dict()}
     for now in ({"max_steps": 60, "lr_schedule": "cosine"}, {"max_steps": 40}, {"max_steps": 60}):
         with pytest.raises(ValueError, match="begun with (max_steps=50|lr_schedule='cosine')"):
             start.check_resume(second(**now), begun)
     with pytest.raises(ValueError, match="begun with max_steps=50, not 40"):
-        start.check_resume(second(max_steps=40), second(max_steps=50).to_dict())
+        start.check_resume(second(max_steps=40), {"parameters": second(max_steps=50).to_dict()})
 
 
 # ---- init_from
@@ -87,14 +121,15 @@ def published(tmp_path_factory, recipe):
     folder, unet = tmp_path_factory.mktemp("pipeline"), build_denoiser(recipe().unet_config, seed=7)
     unet.save_pretrained(folder / "unet")
     storage.write_json(folder / "model_index.json", {"_class_name": "StableDiffusionPipeline"})
-    scheduler = {"_class_name": "DDIMScheduler", "prediction_type": "v_prediction"}
+    scheduler = {"_class_name": "DDIMScheduler", "prediction_type": "v_prediction", **BETAS}
     storage.write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
     return folder, unet.state_dict()
 
 
 def check(config):
     """Raises ValueError as `monitor.open_run` does."""
-    start.refuse(config, DataSets({}, {}), [training.first_weights_fit])
+    data = DataSets({"": types.SimpleNamespace(scaling_factor=0.18215, shift_factor=0.0)}, {"": 1.0})
+    start.refuse(config, data, [training.first_weights_fit])
 
 
 def weights_from(config):
@@ -115,20 +150,13 @@ def test_a_run_starts_from_the_weights_of_a_run_or_a_checkpoint(first, second, w
         assert all(torch.equal(found[name], loaded[name]) for name in loaded)
 
 
-def test_a_run_starts_from_a_pipeline_or_a_denoiser_in_any_variant(published, second, tmp_path):
+def test_a_run_starts_from_a_pipeline_or_a_denoiser(published, second, tmp_path):
     folder, weights = published
     build_denoiser(second().unet_config, seed=7).save_pretrained(tmp_path / "parts", max_shard_size="200KB")
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
     for given in (folder, folder / "unet", tmp_path / "parts"):
         found = weights_from(second(init_from=str(given)))
         assert all(torch.equal(found[name], weights[name]) for name in weights)
-    half = build_denoiser(second().unet_config, seed=7).half()
-    half.save_pretrained(tmp_path / "half", variant="fp16")
-    found = weights_from(second(init_from=str(tmp_path / "half")))
-    assert all(torch.equal(found[name], weights[name].half().float()) for name in weights)
-    shutil.copytree(folder / "unet", tmp_path / "half", dirs_exist_ok=True)  # the full precision is preferred
-    found = weights_from(second(init_from=str(tmp_path / "half")))
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_pickled_weights_are_refused_and_never_opened(published, second, tmp_path):
@@ -150,12 +178,8 @@ def with_config(folder, target, **changes):
     "change",
     [
         {"attention_head_dim": 4},
-        {"act_fn": "gelu"},
-        {"flip_sin_to_cos": False},
-        {"freq_shift": 1},
         {"timestep_post_act": "silu"},
         {"norm_eps": 1e-6},
-        {"resnet_time_scale_shift": "scale_shift"},
         {"_class_name": "PRXTransformer2DModel"},
     ],
     ids=str,
@@ -200,6 +224,108 @@ def test_another_objective_is_refused(published, second, tmp_path, scheduler, ob
         check(second(init_from="first", prediction_type="epsilon"))
 
 
+@pytest.mark.parametrize("change", [{"beta_end": 0.02}, {"rescale_betas_zero_snr": True}], ids=str)
+def test_another_noise_schedule_is_refused(published, second, tmp_path, change):
+    folder = shutil.copytree(published[0], tmp_path / "pipeline")
+    scheduler = {"_class_name": "DDIMScheduler", "prediction_type": "v_prediction", **BETAS, **change}
+    storage.write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
+    with pytest.raises(ValueError, match=r"^init_from=.* was trained with another noise schedule than .*\.$"):
+        check(second(init_from=str(folder)))
+    with pytest.raises(ValueError, match="^init_from='first' was trained with another noise schedule"):
+        check(second(init_from="first", zero_terminal_snr=True, min_snr_gamma=None))
+
+
+def test_another_vae_is_refused(published, second, tmp_path):
+    folder = shutil.copytree(published[0], tmp_path / "pipeline")
+    storage.write_json(folder / "vae" / "config.json", {"scaling_factor": 0.13025})
+    with pytest.raises(ValueError, match=r"latents of a VAE with scaling_factor=0.13025, and this data's has 0.18215"):
+        check(second(init_from=str(folder)))
+
+
+def test_the_step_of_another_run_is_pinned_when_a_run_begins(first, second):
+    """A restart before the first checkpoint begins from the same weights, though the other run has gone on."""
+    runs_uri = storage.join(first[0].storage, "runs")
+    pinned = start.pin_weights("first", None, runs_uri)
+    assert pinned == f"{first[0].run_uri}@{MIDDLE}" == start.pin_weights(f"first@{MIDDLE}", None, runs_uri)
+    earlier = f"{first[0].run_uri}@1"
+    assert start.pin_weights("first", earlier, runs_uri) == earlier
+    assert start.pin_weights(f"first@{MIDDLE}", earlier, runs_uri) == pinned
+    assert checkpoint.find_weights(pinned, second().unet_config, runs_uri) == checkpoint_of(first)
+
+
+def test_a_damaged_checkpoint_of_another_run_is_refused_before_workers_start(first, second, tmp_path):
+    run = shutil.copytree(first[0].run_uri, tmp_path / "runs" / "first")
+    file = next(run.glob("checkpoint-*/*.distcp"))
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(ValueError, match=r"^init_from='first' is .*, which cannot be used: its file .* is damaged"):
+        check(second(storage=str(tmp_path), init_from="first"))
+
+
+def test_a_run_whose_name_ends_in_a_step_is_that_run(first, second):
+    runs_uri = storage.join(first[0].storage, "runs")
+    shutil.copytree(first[0].run_uri, f"{runs_uri}/first@7")
+    assert run_folder.find_run("first@7", runs_uri) == (f"{runs_uri}/first@7", None)
+    assert run_folder.find_run("first@8", runs_uri) == (f"{runs_uri}/first", 8)
+
+
+def vector(denoiser):
+    return torch.cat([tensor.flatten() for tensor in denoiser.state_dict().values()])
+
+
+@pytest.mark.parametrize("saves", [("1GB", "200KB"), ("200KB", "1GB"), ("100KB", "200KB"), ("200KB", "100KB")])
+@pytest.mark.parametrize("copied", [False, True])
+def test_weights_that_were_saved_twice_into_one_folder_are_those_that_diffusers_loads(second, tmp_path, saves, copied):
+    """`copied`: over the earlier files, which an upload does not delete."""
+    folder = tmp_path / "unet"
+    for seed, size in enumerate(saves):
+        target = tmp_path / f"save {seed}" if copied else folder
+        denoiser = build_denoiser(second().unet_config, seed=seed)
+        denoiser.save_pretrained(target, max_shard_size=size)
+        if copied:
+            shutil.copytree(target, folder, dirs_exist_ok=True)
+    try:
+        found = weights_from(second(init_from=str(folder)))
+    except ValueError:
+        return
+    loaded = type(denoiser).from_pretrained(folder).state_dict()
+    assert all(torch.equal(found[name], loaded[name]) for name in loaded)
+
+
+def harm_weights(path, harm):
+    weights = load_file(path)
+    name = "conv_in.weight"
+    if harm == "cut":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        return
+    changed = {
+        "shape": lambda tensor: torch.ones(1),
+        "nan": lambda tensor: tensor.clone().index_fill_(0, torch.tensor([1]), float("nan")),
+        "bf16 infinity": lambda tensor: (tensor / 0).bfloat16(),
+        "whole numbers": lambda tensor: tensor.int(),
+        "extra": lambda tensor: tensor,
+    }
+    weights[name] = changed[harm](weights[name])
+    save_file(weights | ({"other": torch.ones(1)} if harm == "extra" else {}), path)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        ("cut", "is missing, cut short or no safetensors file"),
+        ("shape", r"hold conv_in.weight with shape \[1\], and unet_config=.* has \[32, 4, 3, 3\]"),
+        ("nan", "hold numbers in conv_in.weight that are not finite"),
+        ("bf16 infinity", "hold numbers in conv_in.weight that are not finite"),
+        ("whole numbers", "hold conv_in.weight as torch.int32"),
+        ("extra", "hold other, which unet_config=.* does not have"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_before_workers_start(published, second, tmp_path, harm, said):
+    shutil.copytree(published[0] / "unet", tmp_path / "unet")
+    harm_weights(tmp_path / "unet" / "diffusion_pytorch_model.safetensors", harm)
+    with pytest.raises(ValueError, match=rf"^init_from=[^\n]* {said}[^\n]*\.$"):
+        check(second(init_from=str(tmp_path / "unet")))
+
+
 def test_weights_that_lack_a_tensor_are_refused(published, second, tmp_path):
     """So is a pointer of Git LFS in their place. Silently, the tensor would keep its random values."""
     shutil.copytree(published[0] / "unet", tmp_path / "unet")
@@ -210,7 +336,7 @@ def test_weights_that_lack_a_tensor_are_refused(published, second, tmp_path):
     with pytest.raises(ValueError, match="^init_from=.*: the weights in .*/unet lack conv_in.weight: get them again"):
         check(refused)
     path.write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ValueError, match="^init_from=.*: the weights in .*/unet lack [^ ]*: get them again"):
+    with pytest.raises(ValueError, match="^init_from=.*safetensors is missing, cut short or no safetensors file: get"):
         check(refused)
 
 
@@ -220,6 +346,6 @@ def test_a_checkpoint_that_says_too_little_of_itself_is_one_sentence(first, seco
     sentence = "lacks the config.json of its run: copy that file there"
     if harm == "progress.json":
         storage.write_text(storage.join(uri, "progress.json"), "{")
-        sentence = "cannot be used: its progress.json is cut short"
+        sentence = "cannot be used: its progress.json is damaged"
     with pytest.raises(ValueError, match=rf"^init_from='.*001' [^\n]*{sentence}\.$"):
         check(second(init_from=str(uri)))

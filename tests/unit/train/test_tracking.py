@@ -14,6 +14,7 @@ from helpers.production import monitor
 from helpers.production.extras import results, trackers
 from helpers.production.extras.trackers import Trackers
 from helpers.sample import to_png
+from helpers.train import run_folder
 from helpers.train.metrics import MetricsLog
 
 LINE = {"loss": 0.5, "learning_rate": 1e-3, "grad_norm": 2.0}
@@ -106,6 +107,34 @@ def test_tensorboard_gets_numbers_images_and_parameters(config, tmp_path):
     image = next(value.image for _, value in found if value.HasField("image"))
     assert (image.height, image.width) == (4, 6)
     assert "global_batch_size" in str(values["parameters"][1])
+
+
+def test_tensorboard_hides_steps_that_are_done_again(config, tmp_path):
+    """After a worker is lost, and after the driver is killed; an evaluation that comes late hides nothing."""
+    checkpoint = storage.join(config.run_uri, run_folder.checkpoint_name(2, 1))
+    storage.write_json(storage.join(checkpoint, run_folder.PROGRESS), {"step": 2, "files": {}, "checksums": {}})
+    with Trackers().on_driver(config) as track:
+        for step in (3, 4, 5):
+            track(step, {**LINE, **SPEED})
+        track(4, {"validation_loss": 0.5})
+        track(4, {**LINE, **SPEED})
+    purges = [event.step for event in records(tmp_path / "runs/tracked/tensorboard") if event.session_log.status == 1]
+    assert purges == [3, 4]
+
+
+def test_wandbs_run_is_the_run_and_not_its_name(config, monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setitem(sys.modules, "wandb", stand_in_wandb(calls))
+
+    def wandb_id(config):
+        with Trackers(names=["wandb"]).on_driver(config):
+            return next(call for call in reversed(calls) if call[0] == "init")[1]["id"]
+
+    other = TrainingConfig(storage=str(tmp_path / "other"), run_name="tracked")
+    found = wandb_id(config)
+    assert found == wandb_id(config) != wandb_id(other)
+    storage.delete(config.run_uri)  # begun anew
+    assert wandb_id(config) != found
 
 
 def stand_in_wandb(calls):
