@@ -14,10 +14,9 @@ from helpers.lesson import captioned_shapes
 from tests import by_hand, pipelines
 
 
-
 @pytest.mark.slow
 def test_the_hand_written_cells_encode_train_resume_and_draw(tmp_path):
-    """And their sampler draws what diffusers' draws. Of the runs on Ray Train, the one that crashes after three steps."""
+    """And their sampler draws what diffusers' draws. Of the runs on Ray Train, only the one that crashes."""
     captioned_shapes.write_data_set(tmp_path / "raw", 200, spoilt_share=0.05)
     printed = by_hand.run(
         tmp_path,
