@@ -180,14 +180,15 @@ def restore(train_step: TrainStep, resume_point: Callable[[], dict[str, Any]]) -
 def checkpoint_dir(find: Callable[[], str | None]) -> Iterator[str | None]:
     """The local folder of the checkpoint whose URI `find()` returns on rank 0; None without one. Call it on all ranks.
 
-    Rank 0 broadcasts the URI: all ranks load the same checkpoint, and each node downloads it once.
+    Rank 0 broadcasts the checkpoint: all ranks load the same one, and each node downloads it once, because Ray Train
+    names the local folder after this object, not after the URI.
     """
     uri = find() if distributed.rank() == 0 else None
-    uri = ray.train.collective.broadcast_from_rank_zero(uri)
-    if uri is None:
+    found = ray.train.collective.broadcast_from_rank_zero(uri and run_folder.as_checkpoint(uri))
+    if found is None:
         yield None
         return
-    with run_folder.as_checkpoint(uri).as_directory() as folder:
+    with found.as_directory() as folder:
         ray.train.collective.barrier()  # a worker that comes after the others left would download it again
         yield folder
 
