@@ -87,7 +87,7 @@ def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share:
     if storage.exists(target):
         return read_report(read_index(target))
     reader, filtered = inputs.reader(config), filters.filter_columns(config.row_filter)
-    columns = inputs.stored([config.id_column, *config.caption_columns, *filtered, *inputs.size_columns(config)])
+    columns = inputs.stored([config.id_column, *inputs.caption_names(config), *filtered, *inputs.size_columns(config)])
     report = {"name": name, "read": 0, "filtered": 0, "rejected": {}, "largest": 0}
     used, rejects = [], []
     try:
@@ -110,8 +110,7 @@ def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share:
         sources = inputs.source_names(rows[inputs.PATH], config)
         found = pa.table([ids, reasons, sources], [schema.ID, schema.REASON, schema.SOURCE])
         rejects.append(found.filter(pc.invert(is_good)))
-        not_needed = [*columns, inputs.PATH, *[inputs.ROW_NUMBER] * (config.id_column != inputs.ROW_NUMBER)]
-        used.append(rows.drop_columns(not_needed).append_column("bucket", buckets).filter(is_good))
+        used.append(rows.drop_columns([*columns, inputs.PATH]).append_column("bucket", buckets).filter(is_good))
         if report["read"] == limit:
             break
     if rejects and (found := pa.concat_tables(rejects)):
@@ -133,7 +132,7 @@ def read_report(index: pa.Table) -> dict:
 
 def assess(rows: pa.Table, config: OnlineConfig, validation_share: float) -> tuple[pa.Array, pa.Array, pa.Array]:
     """`(bucket, why the row cannot be used or "", id)` of each row, from its columns alone."""
-    ids = inputs.ids_of(rows, config)
+    ids = inputs.ids_of(rows, config, pa.string())
     captions = [of_row[0] for of_row in inputs.captions_of(rows, config)]
     held_out_B = schema.held_out_mask(ids.to_pylist(), validation_share)
     names = inputs.size_columns(config)
@@ -192,8 +191,8 @@ def read_indexed_rows(
 
     A range's file is one of the index, `{key}/{name}`. `read_group`: reads a Parquet row group in place of the reader.
     """
-    columns = inputs.stored([config.id_column, *config.caption_columns, config.image_column])
-    names = tuple(columns), tuple(set(config.caption_columns) - {config.id_column, config.image_column})
+    columns = inputs.stored([config.id_column, *inputs.caption_names(config), config.image_column])
+    names = tuple(columns), tuple(set(inputs.caption_names(config)) - {config.id_column, config.image_column})
     folder, tables = inputs.base_folder(config.data_uri), [None] * len(ranges)
     for file_name in dict.fromkeys(one.file_name for one in ranges):
         path = f"{folder}/{file_name.partition('/')[2]}"

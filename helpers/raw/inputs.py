@@ -14,16 +14,19 @@ import functools
 import itertools
 import json
 import math
+import os
 import posixpath
 import re
+import unicodedata
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
+from fsspec.utils import glob_translate
 from pyarrow import fs
 
 from .. import storage
@@ -39,8 +42,12 @@ FIRST_ROW, GROUPS = "first_row", "groups"  # of a task that reads a part of a fi
 PART_ROWS = 2048  # that a task reads of a large Parquet file, or one row group
 C_LIBRARY = ctypes.CDLL(None)
 RETRIES = {"max_retries": 3}  # of tasks that read; Ray Data repeats what killed its process without end
-MAX_PATH = 4096  # characters
 ROWS_PER_CONVERSION = 256  # images given as paths are fetched this many at a time
+WILDCARDS = re.compile(r"[*?[]|\{(?=\d+\.\.\d+\})")
+BLANKS = "\u115f\u1160\u2800\u3164\uffa0"  # letters and a symbol that show nothing
+MAX_ID_BYTES = 4096  # of an id that is text
+MAX_CAPTIONS = 64  # of a row that are read
+MOST_NUMBERS = 100_000  # of a range in a pattern
 
 
 # ---- files
@@ -51,7 +58,7 @@ def list_inputs(config: PreprocessingConfig) -> tuple[list[str], dict[str, int]]
 
     The input is a file, a folder (with those in it), or a pattern. Raises FileNotFoundError if nothing can be read.
     """
-    listing = visible_files(walk_input(config.data_uri), config.data_uri)
+    listing = visible_files(walk_input(config), config.data_uri)
     return input_paths(listing, config), listing
 
 
@@ -59,7 +66,8 @@ def input_paths(listing: dict[str, int], config: PreprocessingConfig) -> list[st
     """The paths of `list_inputs`."""
     check_settled(config, CHOSEN[:1])
     uri, reader = config.data_uri, readers.reader_class(config.input_format)
-    names = reader.files(listing)
+    folder = base_folder(uri)
+    names = reader.files(listing, folder)
     if not names and is_named(uri):  # whatever their suffixes
         names = [name for name in listing if not readers.is_image(name)]
     if not names:
@@ -67,7 +75,9 @@ def input_paths(listing: dict[str, int], config: PreprocessingConfig) -> list[st
             f"input_uri={uri!r} holds no {reader.what} (it has {count_suffixes(listing)}): give other data, or another "
             "input_format."
         )
-    return [storage.join(base_folder(uri), name) for name in names]
+    paths = [storage.join(folder, name) for name in names]
+    once = {os.path.realpath(path) if storage.is_local(path) else path: path for path in reversed(paths)}
+    return list(once.values())[::-1]  # a file that two links lead to is read once
 
 
 def count_suffixes(names: Iterable[str]) -> str:
@@ -82,16 +92,16 @@ def visible_files(found: list[tuple[str, int | None]], input_uri: str) -> dict[s
     return {name: size for name, size in found if size is not None and (is_given or not is_hidden(name))}
 
 
-def walk_input(input_uri: str) -> list[tuple[str, int | None]]:
-    """`storage.walk` of an input, sorted; of a pattern, its matches."""
-    folder = base_folder(input_uri)
-    if storage.is_file(input_uri):
-        return [(storage.name(input_uri), storage.sizes(input_uri)[""])]
-    found = sorted(storage.walk(folder), key=lambda one: one[0])
-    if not is_glob(input_uri):
-        return found
-    pattern = glob_pattern(storage.resolve(input_uri))
-    return [(name, size) for name, size in found if pattern.fullmatch(storage.join(folder, name))]
+def walk_input(config: PreprocessingConfig) -> list[tuple[str, int | None]]:
+    """`storage.walk` of the input, sorted; of a pattern, its matches. What this project writes below it is left out."""
+    uri = storage.resolve(config.data_uri)
+    folder = base_folder(uri)
+    if storage.is_file(uri):
+        return [(storage.name(uri), storage.sizes(uri)[""])]
+    own = tuple(f"{one}/" for one in (config.storage, config.latents_uri) if one.startswith(f"{folder}/"))
+    found = ((name, size, storage.join(folder, name)) for name, size in sorted(storage.walk(folder)))
+    matches = glob_pattern(uri).fullmatch if is_glob(uri) else str
+    return [(name, size) for name, size, path in found if matches(path) and not path.startswith(own)]
 
 
 def is_hidden(name: str) -> bool:
@@ -108,21 +118,22 @@ def is_named(input_uri: str) -> bool:
 
 
 def is_glob(input_uri: str) -> bool:
-    """Whether a path has wildcards (`*`, `?`, `[`) and is not the name of a file or folder."""
-    has_wildcards = any(character in input_uri for character in "*?[")
-    return has_wildcards and ("://" in input_uri or not storage.exists(input_uri))
+    """Whether a path has wildcards (`WILDCARDS`) and is not the name of a file or folder."""
+    return bool(WILDCARDS.search(input_uri)) and ("://" in input_uri or not storage.exists(input_uri))
 
 
 def glob_pattern(path: str) -> re.Pattern:
-    """A path with wildcards as a regular expression: `*` and `?` stay within a folder, `**/` crosses folders."""
-    wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    """A path with wildcards as a regular expression: `*` and `?` stay within a folder, `**/` crosses folders.
 
-    def expression(part: str) -> str:
-        if re.fullmatch(r"\[.*\]", part):
-            return part.replace("[!", "[^")
-        return wildcards.get(part) or re.escape(part)
+    `{000..123}` stands for each of these numbers.
+    """
 
-    return re.compile("".join(map(expression, re.split(r"(\*\*/|\*\*|\*|\?|\[[^]/]+\])", path))))
+    def numbers(found: re.Match) -> str:
+        first, last = found.groups()
+        return "|".join(str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)[:MOST_NUMBERS])
+
+    escaped = glob_translate(path)
+    return re.compile(re.sub(r"\\{(\d+)\\.\\.(\d+)\\}", lambda found: f"(?:{numbers(found)})", escaped))
 
 
 @functools.lru_cache(maxsize=16)
@@ -130,7 +141,7 @@ def base_folder(input_uri: str) -> str:
     """The folder that contains all files of the input: for a glob, the part before its wildcards."""
     uri = storage.resolve(input_uri)
     if is_glob(input_uri):
-        return re.split(r"[*?[]", uri, maxsplit=1)[0].rpartition("/")[0]
+        return WILDCARDS.split(uri, maxsplit=1)[0].rpartition("/")[0]
     return uri.rpartition("/")[0] if storage.is_file(uri) else uri
 
 
@@ -149,19 +160,21 @@ def count_rows(paths: list[str], config: PreprocessingConfig) -> list[int | None
 
     None for a file that cannot be read.
     """
+    count = functools.partial(unless_damaged, lambda path: sum(reader(config).row_groups(path)))
     if config.input_format == "webdataset" and ray.is_initialized():
-        task = ray.remote(num_cpus=0.5)(count_rows_of)
+        task = ray.remote(num_cpus=0.5)(count)
         try:
-            return ray.get([task.remote(path, config) for path in paths])
+            return ray.get([task.remote(path) for path in paths])
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None  # without the task's traceback
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        return list(pool.map(functools.partial(count_rows_of, config=config), paths))
+        return list(pool.map(count, paths))
 
 
-def count_rows_of(path: str, config: PreprocessingConfig) -> int | None:
+def unless_damaged(function: Callable[[str], Any], path: str) -> Any:
+    """`function(path)`; None for a file that cannot be read."""
     with contextlib.suppress(readers.Unreadable):
-        return sum(reader(config).row_groups(path))
+        return function(path)
 
 
 def rows_to_read(paths: list[str], config: PreprocessingConfig) -> Iterator[tuple[str, int | None, bool]]:
@@ -204,14 +217,19 @@ def reader(config: PreprocessingConfig) -> readers.Reader:
     """The reader of `config.input_format`, with the types of the used columns."""
     check_settled(config)
     make = readers.reader_class(config.input_format)
-    return make(column_types(config), config.caption_columns, config.max_captions > 1)
+    return make(column_types(config), caption_names(config), config.max_captions > 1)
 
 
 def used_columns(config: PreprocessingConfig) -> list[str]:
     """The columns that a job reads: id, captions, image, and those of the filter."""
     check_settled(config)
     filtered = filters.filter_columns(config.row_filter)
-    return stored([config.id_column, *config.caption_columns, config.image_column, *filtered])
+    return stored([config.id_column, *caption_names(config), config.image_column, *filtered])
+
+
+def caption_names(config: PreprocessingConfig) -> list[str]:
+    """The columns that `caption_columns` name; "a|b" stands for `a` and, in rows without a usable one, `b`."""
+    return [part for name in config.caption_columns for part in name.split("|")]
 
 
 def stored(columns: Iterable[str]) -> list[str]:
@@ -232,7 +250,7 @@ def column_types(config: PreprocessingConfig) -> dict[str, pa.DataType]:
     types = filters.filter_types(config.row_filter)
     types |= dict.fromkeys(size_columns(config), pa.float64())
     types[config.image_column] = pa.binary() if config.input_format == "webdataset" else pa.string()
-    for name in config.caption_columns:  # text if a filter compares it
+    for name in caption_names(config):  # text if a filter compares it
         types[name] = pa.string() if name in types and config.max_captions == 1 else pa.list_(pa.string())
     return types | dict.fromkeys(stored([config.id_column]), pa.string())
 
@@ -241,8 +259,17 @@ def column_types(config: PreprocessingConfig) -> dict[str, pa.DataType]:
 
 
 def read_rows(segment: Any, config: PreprocessingConfig) -> ray.data.Dataset:
-    """A lazy Ray dataset of the raw rows (`to_raw_rows`) of an `encode.job.Segment` that `row_filter` keeps."""
-    rows = read_columns(segment.paths, used_columns(config), config)
+    """A lazy Ray dataset of the raw rows (`to_raw_rows`) of an `encode.job.Segment` that `row_filter` keeps.
+
+    A task reads a file, or some row groups (`parts`). `ray.data.read_parquet` sizes what it reads at a time by the
+    footer, in which a row group with long captions may look small.
+    """
+    one = reader(config)
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        tasks = list(itertools.chain.from_iterable(pool.map(functools.partial(parts, one), segment.paths)))
+    read = functools.partial(read_part, columns=used_columns(config), reader=one)
+    rows = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+    rows = rows.map_batches(read, batch_size=1, batch_format="pyarrow", **RETRIES)
     if segment.limit is not None:
         rows = rows.limit(segment.limit)
     expression = filters.parse_filter(config.row_filter)
@@ -251,20 +278,6 @@ def read_rows(segment: Any, config: PreprocessingConfig) -> ray.data.Dataset:
     convert = functools.partial(convert_block, config=config, id_type=id_type_of(segment.paths, config))
     # Whole blocks, because Ray Data does not fuse a map with another batch size into the read.
     return rows.map_batches(convert, batch_size=None, batch_format="pyarrow", **RETRIES)
-
-
-def read_columns(paths: list[str], columns: list[str], config: PreprocessingConfig) -> ray.data.Dataset:
-    """A dataset of columns of files, with `path`. A task reads a file, or some row groups of it (`parts`).
-
-    `ray.data.read_parquet` sizes what it reads at a time by the footer, in which a row group with long captions may
-    look small.
-    """
-    one = reader(config)
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        tasks = list(itertools.chain.from_iterable(pool.map(functools.partial(parts, one), paths)))
-    read = functools.partial(read_part, columns=columns, reader=one)
-    rows = ray.data.from_items(tasks, override_num_blocks=len(tasks))
-    return rows.map_batches(read, batch_size=1, batch_format="pyarrow", **RETRIES)
 
 
 def parts(reader: readers.Reader, path: str) -> list[dict[str, Any]]:
@@ -325,8 +338,7 @@ def to_raw_rows(table: pa.Table, config: PreprocessingConfig, id_type: pa.DataTy
         source: the file's path below the input's folder
     """
     images, errors = image_bytes(table, config)
-    ids = ids_of(table, config)
-    columns = {ID: ids.cast(id_type or ids.type), IMAGE: images, ERROR: errors}
+    columns = {ID: ids_of(table, config, id_type), IMAGE: images, ERROR: errors}
     columns[SOURCE] = source_names(table[PATH], config)
     for number, captions in enumerate(zip(*captions_of(table, config), strict=True), start=1):
         columns[schema.numbered(CAPTION, number)] = pa.array(captions, pa.string())
@@ -339,17 +351,24 @@ def captions_of(table: pa.Table, config: PreprocessingConfig) -> list[list[str |
     They are in the order of `caption_columns`, or of a column of lists, without those that `text_reason` names. A row
     that has no other has those.
     """
-    columns = [text_lists(table[name]) for name in config.caption_columns]
-    rows = [list(itertools.chain.from_iterable(row)) for row in zip(*columns, strict=True)]
-    usable = ([caption for caption in row if not text_reason(0, caption)] or row or [None] for row in rows)
-    return [list(itertools.islice(itertools.cycle(row), config.num_captions)) for row in usable]
+
+    def usable(captions: list[str | None]) -> list[str]:
+        return [caption for caption in captions if not text_reason(0, caption)]
+
+    def captions_in(name: str) -> Iterator[list[str | None]]:
+        rows = zip(*(text_lists(table[part]) for part in name.split("|")), strict=True)
+        return (next(filter(usable, parts), next(filter(None, parts), [])) for parts in rows)
+
+    rows = zip(*map(captions_in, config.caption_columns), strict=True)
+    rows = (list(itertools.chain.from_iterable(row)) for row in rows)
+    return [list(itertools.islice(itertools.cycle(usable(row) or row or [None]), config.num_captions)) for row in rows]
 
 
 def image_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.ChunkedArray | pa.Array, pa.Array]:
     """`(bytes, errors)` of the image column, which holds bytes, Hugging Face's {"bytes", "path"} structs, or paths.
 
-    If a struct has no bytes, its path is read. Paths are relative to the input's folder or, in image folders and a
-    metadata.parquet, to the folder of the row's table.
+    If a struct has no bytes, its path is read. Paths are relative to the input's folder or, in image folders, to the
+    folder of the row's table.
     """
     column, names = image_fields(table[config.image_column])
     if not is_text(names.type) or not (is_text(column.type) or column.null_count):
@@ -357,13 +376,8 @@ def image_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.Chunke
         is_sample = config.input_format == "webdataset" and config.image_column == readers.ONLY_IMAGE
         error = pa.scalar("not exactly one image in the sample" if is_sample else None, pa.string())
         return data, pc.if_else(data.is_null(), error, pa.scalar(None, pa.string()))
-    base = base_folder(config.data_uri)
-
-    def folder_of(path: str) -> str:  # `datasets` takes a metadata.parquet too
-        is_beside = config.input_format == "imagefolder" or storage.name(path) == "metadata.parquet"
-        return path.rpartition("/")[0] if is_beside else base
-
-    folders = [folder_of(path) for path in table[PATH].to_pylist()]
+    base, is_beside = base_folder(config.data_uri), config.input_format == "imagefolder"
+    folders = [path.rpartition("/")[0] if is_beside else base for path in table[PATH].to_pylist()]
     found = [None] * len(table) if is_text(column.type) else column.cast(pa.large_binary()).to_pylist()
     missing = [row for row, data in enumerate(found) if data is None]
     wanted = [texts(names.take(missing)), [folders[row] for row in missing]]
@@ -392,10 +406,6 @@ def fetch_image(name: str | None, folder: str, base: str) -> bytes | BadImage:
     """
     if not name:
         return BadImage("no image path")
-    if is_url(name):
-        return BadImage("a URL, not downloaded")
-    if len(name) > MAX_PATH:
-        return BadImage("neither bytes nor a path (base64 is not read)")
     filesystem, root = storage.open_filesystem(base)
     is_local = isinstance(filesystem, fs.LocalFileSystem)
     scheme, is_uri, inner = name.rpartition("://")
@@ -416,16 +426,10 @@ def fetch_image(name: str | None, folder: str, base: str) -> bytes | BadImage:
         return data if len(data) <= readers.MAX_BYTES else BadImage("too many bytes")
     except FileNotFoundError:
         return BadImage("image file not found")
-    except (pa.ArrowInvalid, ValueError, UnicodeError):
-        return BadImage("invalid image path")
-    except OSError:
-        if not is_local:
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and not is_local:
             raise  # the store did not answer: the job stops, and a rerun reads it again
-        return BadImage("image file not readable")  # a folder, no permission
-
-
-def is_url(text: str | None) -> bool:
-    return str(text).lower().startswith(("http://", "https://"))
+        return BadImage("image file not readable")  # a folder, no permission, no name of a file
 
 
 def source_names(paths: pa.ChunkedArray, config: PreprocessingConfig) -> pa.Array:
@@ -440,47 +444,64 @@ def text_reason(row_id: int | str | None, caption: str | None) -> str:
         return "no id"
     if caption is None:
         return "no caption"
-    if caption in (readers.NOT_UTF8, readers.NOT_TEXT):
+    if caption == readers.NOT_UTF8:
         return caption[1:]
     if len(caption) > readers.MAX_CAPTION_BYTES // 4 and len(caption.encode()) > readers.MAX_CAPTION_BYTES:
         return f"caption of more than {readers.MAX_CAPTION_BYTES} bytes"
-    return "" if caption.strip() else "empty caption"
+    return "" if any(map(is_visible, caption)) else "empty caption"
+
+
+def is_visible(character: str) -> bool:
+    """Whether a character is a letter, a number, punctuation or a symbol, and not one of those that show nothing."""
+    return unicodedata.category(character)[0] in "LNPS" and character not in BLANKS
 
 
 def text_lists(column: pa.ChunkedArray | pa.Array) -> list[list[str | None]]:
     """The captions of each row of a column of lists (`readers.as_caption`); of a column of text, lists of one."""
     if is_list(column.type):
-        rows = (row.as_py() or [] for row in column.cast(pa.large_list(pa.large_binary())))
+        column = pc.list_slice(column.cast(pa.large_list(pa.large_binary())), 0, MAX_CAPTIONS)
+        rows = (row.as_py() or [] for row in column)
     else:
         rows = ([value.as_py()] for value in column.cast(pa.large_binary()))  # one by one: each may be large
     return [[readers.as_caption(value) for value in row] for row in rows]
 
 
-def ids_of(table: pa.Table, config: PreprocessingConfig) -> pa.ChunkedArray | pa.Array:
-    """Ids by their column; else "{file}:{row number}", and "{file}" of a row without a number."""
-    if config.id_column != ROW_NUMBER:
-        return row_ids(table[config.id_column])
+def ids_of(table: pa.Table, config: PreprocessingConfig, id_type: pa.DataType | None = None) -> pa.Array:
+    """Ids by their column. A row without one has "{file}:{row number}", and "{file}" if it has no number.
+
+    `id_type`: None for text if a row has no id, else the column's own. Integers cannot be made: null.
+    """
     names, numbers = source_names(table[PATH], config), table[ROW_NUMBER].cast(pa.string())
-    return pc.coalesce(pc.binary_join_element_wise(names, numbers, ":"), names)
+    made = pc.coalesce(pc.binary_join_element_wise(names, numbers, ":"), names)
+    if config.id_column == ROW_NUMBER:
+        return made
+    column = table[config.id_column]
+    if pa.types.is_integer(id_type or common_id_type([column.type])):
+        return column.cast(pa.int64())
+    if is_text(column.type) or is_bytes(column.type):
+        values = (value.as_py() for value in column.cast(pa.large_binary()))  # one by one: each may be large
+        ids = pa.array([id_text(value, is_text(column.type)) for value in values], pa.string())
+    else:
+        ids = column.cast(pa.string())
+    return pc.if_else(pc.equal(pc.coalesce(ids, ""), ""), made, ids)
 
 
-def row_ids(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
-    """Ids in the type that they are stored in. Bytes that are no printable text, such as hashes, become hex digits."""
-    if not (is_text(column.type) or is_bytes(column.type)):
-        return column.cast(common_id_type([column.type]))
-
-    def is_readable(text: str | None) -> bool:
-        return text is not None and (is_text(column.type) or text.isprintable())
-
-    pairs = zip(column.cast(pa.large_binary()).to_pylist(), texts(column), strict=True)
-    return pa.array([value.hex() if value and not is_readable(text) else text for value, text in pairs], pa.string())
+def id_text(value: bytes | None, is_text: bool) -> str | None:
+    """An id as text. Bytes that are no printable text, such as hashes, become hex digits."""
+    if value is None or len(value) > MAX_ID_BYTES:
+        return None
+    text = readers.as_text(value)
+    return text if text is not None and (is_text or text.isprintable()) else value.hex()
 
 
 def id_type_of(paths: list[str], config: PreprocessingConfig) -> pa.DataType:
-    """The type in which the ids of all files can be stored (`common_id_type`)."""
+    """The type in which the ids of all files can be stored (`common_id_type`): text if some may have to be made."""
     if config.id_column == ROW_NUMBER or not reader(config).typed:
         return pa.string()
-    return common_id_type(columns.field(config.id_column).type for columns in schemas(paths, config).values())
+    columns = schemas(paths, config).values()
+    fields = [one.field(config.id_column) for one in columns if config.id_column in one.names]
+    may_lack = len(fields) < len(columns) or any(field.nullable for field in fields)
+    return pa.string() if may_lack else common_id_type(field.type for field in fields)
 
 
 def common_id_type(kinds: Iterable[pa.DataType]) -> pa.DataType:
@@ -493,19 +514,12 @@ def schemas(paths: list[str], config: PreprocessingConfig) -> dict[str, pa.Schem
 
     Raises Unreadable if none can be read.
     """
-    read, errors = reader(config).schema, []
-
-    def schema_of(path: str) -> pa.Schema | None:
-        try:
-            return read(path)
-        except readers.Unreadable as error:
-            errors.append(error)
-
+    read = reader(config).schema
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        found = dict(zip(paths, pool.map(schema_of, paths), strict=True))
+        found = dict(zip(paths, pool.map(functools.partial(unless_damaged, read), paths), strict=True))
     different = {str(columns): path for path, columns in reversed(found.items()) if columns is not None}
     if not different:
-        raise errors[0]
+        read(paths[0])  # raises
     return {path: columns for path, columns in found.items() if path in different.values()}
 
 

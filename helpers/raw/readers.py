@@ -11,7 +11,6 @@ Nothing here runs code from data: tars are never unpacked, JSON is parsed.
 
 from __future__ import annotations
 
-import codecs
 import collections
 import concurrent.futures
 import contextlib
@@ -19,13 +18,13 @@ import importlib
 import io
 import itertools
 import json
-import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from .. import storage
 from ..latents import schema
@@ -44,17 +43,19 @@ KEY, ONLY_IMAGE = "__key__", "image"  # of a WebDataset sample: its name in the 
 IMAGES = ("jpg", "jpeg", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")
 IMAGES += ("heic", "heif", "jxl", "jp2", "psd")
 TEXTS = ("txt", "caption", "json")
-COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
-COMPRESSED_TAR = "{} is a compressed tar, in which no sample can be found: decompress it (gunzip, xz -d, zstd -d)."
-UTF_16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
-HALF_PAIRS = re.compile("[\udc80-\udcff]")  # what `decode_text` makes of bytes that are not UTF-8
-# What stands in place of a caption that cannot be used, and says why.
-NOT_UTF8, NOT_TEXT = "\0caption is not UTF-8", "\0caption is neither a text nor a list of texts"
-MAX_BYTES = 2**28  # of one image or text; a larger one is not read
+CAPTIONS = ("caption", "text", "txt")  # usual names of columns of captions
+NOT_UTF8 = "\0caption is not UTF-8"  # stands in place of a caption, and says why it cannot be used
+MAX_BYTES = 2**28  # of one image; a larger one is not read
+MAX_CHUNK_BYTES, MAX_RATIO = 2**22, 50  # of a Parquet column: bytes that it may unpack to, or that many times its own
+MAX_TEXT_BYTES = 2**22  # of one text or JSON; a larger one is not read
 MAX_CAPTION_BYTES = 2**16
+MAX_NAME_BYTES = 2**20  # of a tar's members that are no files
 BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it, a row group's whole column is read
 LARGE_BATCH_BYTES = 2**24
 GROUP_ROWS = schema.ROWS_PER_ROW_GROUP  # for formats without row groups, see `schema.row_groups`
+
+
+DAMAGES = (pa.ArrowException, tarfile.TarError, OSError, KeyError, OverflowError, RecursionError, MemoryError)
 
 
 class Unreadable(ValueError):
@@ -86,13 +87,17 @@ class Reader:
         self.types, self.captions, self.by_line = types or {}, captions, by_line
 
     @classmethod
-    def files(cls, names: Iterable[str]) -> list[str]:
-        """What is read as one file each, of the names below an input."""
+    def files(cls, names: Iterable[str], folder: str) -> list[str]:
+        """What is read as one file each, of the names below an input's folder."""
         return [name for name in names if f"/{name}".lower().endswith(cls.suffixes)]
 
     def schema_of(self, rows: Iterable[dict]) -> pa.Schema:
-        """The columns of some rows; unused ones are typed as text, or as bytes if they hold these."""
-        kinds = {name: pa.binary() if isinstance(row[name], bytes) else pa.string() for row in rows for name in row}
+        """The columns of the first rows, up to one with a caption; unused ones are text, or bytes."""
+        kinds, captions = {}, self.captions or CAPTIONS
+        for number, row in enumerate(rows):
+            if number >= GROUP_ROWS and any(name in kinds for name in captions):
+                break
+            kinds |= {name: pa.binary() if isinstance(row[name], bytes) else pa.string() for name in row}
         kinds = {name: self.types.get(name, kind) for name, kind in kinds.items() if name not in self.location}
         return pa.schema([(text_bytes(name).decode(errors="replace"), kind) for name, kind in kinds.items()])
 
@@ -102,10 +107,24 @@ class Reader:
         for name in columns:
             values = [row.get(name) for row in rows]
             if name in self.captions and self.by_line:
-                values = [text.splitlines() if isinstance(text, str) else text for text in values]
-            is_location = name in self.location
-            arrays[name] = pa.array(values) if is_location else convert(values, self.types[name], name in self.captions)
+                values = [text.splitlines() if isinstance(text, (str, bytes)) else text for text in values]
+            arrays[name] = pa.array(values) if name in self.location else convert(values, self.types[name])
         return pa.table(arrays)
+
+
+@contextlib.contextmanager
+def naming(path: str, what: str) -> Iterator[None]:
+    """Context manager for code that reads a file: what a damaged file raises becomes `Unreadable`, naming the file.
+
+    An OSError is raised as it is if the file is not there, or if its storage did not answer.
+    """
+    try:
+        yield
+    except DAMAGES as error:
+        is_damage = "thrift" in str(error) or (storage.is_local(path) and getattr(error, "errno", None) is None)
+        if isinstance(error, OSError) and not is_damage:
+            raise
+        raise Unreadable(f"{path} is not a readable {what}: remove or replace it. ({error})") from None
 
 
 class Parquet(Reader):
@@ -116,20 +135,21 @@ class Parquet(Reader):
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[PlainParquetFile]:
         """A file on any storage. Raises ValueError naming one that is not Parquet, or is damaged where it is read."""
-        try:
-            with open_parquet(path, buffer_size=BUFFER_BYTES) as file:
-                yield file
-        except (pa.ArrowInvalid, OSError) as error:
-            raise unreadable(path, self.what, error) from None
+        with naming(path, self.what), open_parquet(path, buffer_size=BUFFER_BYTES) as file:
+            yield file
 
     def schema(self, path: str) -> pa.Schema:
         """Raises ValueError as `plain_schema`."""
         with self.open(path) as file:
-            return plain_schema(file.schema_arrow, path, list(self.types))
+            columns = plain_schema(file.schema_arrow, path, list(self.types))
+            return pa.schema([field.with_nullable(may_be_null(field, file.metadata)) for field in columns])
 
     def row_groups(self, path: str) -> list[int]:
         with self.open(path) as file:
-            return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+            groups = list(map(file.metadata.row_group, range(file.metadata.num_row_groups)))
+            for group in groups:
+                check_chunks(group, list(self.types))
+            return [group.num_rows for group in groups]
 
     def stream(self, path: str, columns: Sequence[str], groups: Sequence[int] | None = None) -> Iterator[pa.Table]:
         """All rows, or those of some row groups, a few at a time, because a row group may be larger than memory."""
@@ -161,31 +181,55 @@ class Parquet(Reader):
 
 
 def batches(file: PlainParquetFile, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Columns of a row group, `GROUP_ROWS` at a time.
+    """Columns of a row group, `GROUP_ROWS` at a time; nulls for those that the file lacks.
 
     After a large batch, unused memory goes back to the system: Arrow's pool may keep that of each batch before it.
     """
-    stored = [name for name in columns if name not in (GROUP, ROW)]
+    stored = [name for name in columns if name in file.schema_arrow.names]
+    missing = [name for name in columns if name not in stored and name not in (GROUP, ROW)]
+    check_chunks(file.metadata.row_group(group), stored)
     for batch in file.iter_batches(batch_size=GROUP_ROWS, row_groups=[group], columns=stored, use_threads=False):
+        for name in missing:
+            batch = batch.append_column(name, pa.nulls(len(batch)))
         yield batch
         if batch.nbytes > LARGE_BATCH_BYTES:
             pa.default_memory_pool().release_unused()
 
 
+def chunks(group: pq.RowGroupMetaData, names: Sequence[str]) -> list[pq.ColumnChunkMetaData]:
+    """What a row group stores of some columns."""
+    found = map(group.column, range(group.num_columns))
+    return [one for one in found if one.path_in_schema in names or one.path_in_schema.partition(".")[0] in names]
+
+
+def may_be_null(field: pa.Field, footer: pq.FileMetaData) -> bool:
+    """Whether a column of integers may have nulls, as far as a file's statistics tell."""
+    groups = map(footer.row_group, range(footer.num_row_groups if pa.types.is_integer(field.type) else 0))
+    found = (one.statistics for group in groups for one in chunks(group, [field.name]))
+    return any(not one or not one.has_null_count or one.null_count for one in found)
+
+
+def check_chunks(group: pq.RowGroupMetaData, columns: Sequence[str]) -> None:
+    """Raises ArrowInvalid if a row group claims more rows than bytes, or if a column unpacks to far more bytes."""
+    found = chunks(group, columns)
+    if found and group.num_rows > sum(one.total_compressed_size for one in found):
+        raise pa.ArrowInvalid(f"{group.num_rows:,} rows in fewer bytes")
+    for one in found:
+        if one.total_uncompressed_size > max(MAX_CHUNK_BYTES, MAX_RATIO * one.total_compressed_size):
+            raise pa.ArrowInvalid(f"{one.path_in_schema!r} unpacks to {one.total_uncompressed_size:,} bytes")
+
+
 def plain_schema(stored: pa.Schema, path: str, used: list[str]) -> pa.Schema:
     """Columns as they are read (`plain_type`). Raises ValueError for a used extension type, and for two equal names."""
     check_types(stored, path, used)
-    if repeated := [name for name, count in collections.Counter(stored.names).items() if count > 1]:
-        raise ValueError(f"{path} has several columns called {repeated[0]!r}: rename them.")
+    check_names(stored.names, path)
     return pa.schema([field.with_type(plain_type(field.type)) for field in stored])
 
 
-def unreadable(path: str, what: str, error: Exception) -> Exception:
-    """What to raise for an error of pyarrow: `error` if the file is not there, or if its storage did not answer."""
-    is_damage = "thrift" in str(error) or (storage.is_local(path) and getattr(error, "errno", None) is None)
-    if isinstance(error, OSError) and not is_damage:
-        return error
-    return Unreadable(f"{path} is not a readable {what}: remove or replace it. ({error})")
+def check_names(columns: Sequence[str], path: str) -> None:
+    """Raises ValueError for two columns of one name."""
+    if repeated := [name for name, count in collections.Counter(columns).items() if name and count > 1]:
+        raise ValueError(f"{path} has several columns called {repeated[0]!r}: rename them.")
 
 
 class WebDataset(Reader):
@@ -196,12 +240,12 @@ class WebDataset(Reader):
     over all headers: fast on a disk, but an object store sends the whole tar.
     """
 
-    what, suffixes, location = "WebDataset tar", (".tar",), (START, STOP)
+    what, suffixes, location = "WebDataset tar (of those that are not compressed)", (".tar",), (START, STOP)
 
     def schema(self, path: str) -> pa.Schema:
         """The columns of the first samples."""
         with open_tar(path) as tar:
-            return self.schema_of(map(sample_row, itertools.islice(samples(tar), GROUP_ROWS)))
+            return self.schema_of(map(sample_row, samples(tar)))
 
     def row_groups(self, path: str) -> list[int]:
         """Rows of each group, from the members' headers."""
@@ -245,17 +289,23 @@ def open_tar(path: str) -> Iterator[tarfile.TarFile]:
     local = storage.is_local(path)
     stream = {"buffer_size": 2**22, "compression": None}
     opened = filesystem.open_input_file(inner) if local else filesystem.open_input_stream(inner, **stream)
-    try:
-        with opened as file, tarfile.open(fileobj=file, mode="r:" if local else "r|") as tar:
-            yield tar
-    except BadTar as error:
-        raise ValueError(f"{path}: {error}") from None
-    except tarfile.TarError as error:
-        with filesystem.open_input_file(inner) as file:
-            is_compressed = file.read(8).startswith(COMPRESSED)
-        if is_compressed:
-            raise ValueError(COMPRESSED_TAR.format(path)) from None
-        raise Unreadable(f"{path} is not a readable WebDataset tar: remove or replace it. ({error})") from None
+    with naming(path, WebDataset.what), opened as file:
+        try:
+            with tarfile.open(fileobj=file, mode="r:" if local else "r|", tarinfo=SafeInfo) as tar:
+                yield tar
+        except BadTar as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+class SafeInfo(tarfile.TarInfo):
+    """A member's header; one of an impossible size ends the tar as a damaged header does."""
+
+    @classmethod
+    def frombuf(cls, *arguments: Any) -> tarfile.TarInfo:
+        info = super().frombuf(*arguments)
+        if info.size < 0 or not (info.isfile() or info.size <= MAX_NAME_BYTES):
+            raise tarfile.InvalidHeaderError(f"a member of {info.size} bytes")
+        return info
 
 
 def samples(tar: tarfile.TarFile, is_read: Callable[[str], bool] = lambda extension: True) -> Iterator[dict]:
@@ -265,6 +315,8 @@ def samples(tar: tarfile.TarFile, is_read: Callable[[str], bool] = lambda extens
     """
     sample, keys = {}, set()
     for member in tar:
+        if tar.offset <= member.offset:
+            raise tarfile.ReadError(f"{member.name!r} has the size {member.size}")
         folder, slash, name = member.name.rpartition("/")
         stem, _, extension = name.partition(".")
         key, extension, is_link = folder + slash + stem, extension.lower(), member.islnk() or member.issym()
@@ -293,7 +345,7 @@ def sample_row(sample: dict) -> dict:
     """A sample's columns: its texts decoded, the keys of its JSON, and `ONLY_IMAGE`."""
     row = {name: data for name, data in sample.items() if data is not None and name != "json"}
     images = [name for name in row if name in IMAGES]
-    row |= {name: decode_caption(row[name]) for name in row if is_text(name)}
+    row |= {name: row[name].rstrip(b"\r\n") for name in row if is_text(name)}
     row |= {ONLY_IMAGE: row[images[0]]} if len(images) == 1 else {}
     return {**parse_json(sample.get("json") or b""), **row}
 
@@ -310,7 +362,8 @@ def is_text(name: str) -> bool:
 
 def member_bytes(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     """The bytes of a tar's member; empty if it is too large, or sparse (a few bytes may claim to be terabytes)."""
-    return b"" if member.issparse() or member.size > MAX_BYTES else tar.extractfile(member).read()
+    most = MAX_BYTES if is_image(member.name) else MAX_TEXT_BYTES
+    return b"" if member.issparse() or member.size > most else tar.extractfile(member).read()
 
 
 def check_end(tar: tarfile.TarFile) -> None:
@@ -341,67 +394,44 @@ def in_parallel(uri: str, function: Callable, *arguments: Iterable) -> list:
 # ---- texts, and values of formats without types
 
 
-def decode_text(data: bytes) -> str:
-    """Text in UTF-8 or, by its byte order mark, UTF-16. Bytes that are neither become halves of surrogate pairs."""
-    with contextlib.suppress(UnicodeDecodeError):  # nor is it UTF-8
-        if data.startswith(UTF_16) and data[2:4] != b"\0\0":  # that would be UTF-32
-            return data.decode("utf-16")
-    return data.decode("utf-8-sig", "surrogateescape")
-
-
-def is_utf16(text: str) -> bool:
-    """Whether a text is UTF-16 that lacks its byte order mark, and was taken for UTF-8."""
-    return text.count("\0") * 3 > len(text)
-
-
-def shorten(value: Any) -> Any:
-    """A text of at most a character more than `MAX_CAPTION_BYTES`, by which it is known to be too long; others stay."""
-    return value[: MAX_CAPTION_BYTES + 1] if isinstance(value, str) else value
-
-
-def decode_caption(data: bytes) -> str:
-    """`decode_text` of a file that holds a caption, without the end of its last line, shortened."""
-    return shorten(decode_text(data).rstrip("\r\n"))
-
-
 def as_caption(value: bytes | None) -> str | None:
-    """A caption as it is stored, shortened, or `NOT_UTF8`; None for null."""
-    text = None if value is None else shorten(decode_text(value))
-    is_damaged = text and (is_utf16(text) or HALF_PAIRS.search(text))
-    return NOT_UTF8 if is_damaged and text != NOT_TEXT else text
+    """A caption as it is stored, without the NULs that fill it up, or `NOT_UTF8`; None for null.
+
+    Of a long one, a character more than `MAX_CAPTION_BYTES` is kept, by which it is known to be too long.
+    """
+    if value is None:
+        return None
+    try:
+        text = value.decode("utf-8-sig")[: MAX_CAPTION_BYTES + 1].rstrip("\0")
+    except UnicodeDecodeError:
+        return NOT_UTF8
+    return NOT_UTF8 if "\0" in text else text
 
 
 def parse_json(text: str | bytes) -> dict:
-    """A JSON object as a dict, with its texts shortened; {} for anything else."""
+    """A JSON object as a dict, in which NaN is null; {} for anything else."""
     try:
-        value = json.loads(decode_text(text) if isinstance(text, bytes) else text)
+        text = text.decode("utf-8-sig", "surrogateescape") if isinstance(text, bytes) else text
+        value = json.loads(text, parse_constant=lambda name: None)
     except (ValueError, RecursionError):
         return {}
-    return {key: shorten(one) for key, one in value.items()} if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def convert(values: list, kind: pa.DataType, is_caption: bool = False) -> pa.Array:
+def convert(values: list, kind: pa.DataType) -> pa.Array:
     """Values from JSON, CSV or a tar as an Arrow array of a type; a value of another type becomes null.
 
-    Text may hold bytes that are not UTF-8, as Parquet's text may. If `kind` is text, the first caption is taken.
+    Text may hold bytes that are not UTF-8, as Parquet's text may. If `kind` is text, the first of a list is taken.
     """
-    if is_caption or pa.types.is_list(kind):
-        values = [caption_texts(value) for value in values]
-        if pa.types.is_list(kind):
-            texts = [[text_bytes(one) for one in value] for value in values]
-            return pa.array(texts, pa.list_(pa.binary())).cast(kind, safe=False)
-        values = [next((one for one in value if str(one).strip()), *value[:1] or [None]) for value in values]
     if pa.types.is_floating(kind):
         return pa.array([as_number(value) for value in values], kind)
-    if pa.types.is_string(kind):
-        return pa.array([text_bytes(value) for value in values], pa.binary()).cast(kind, safe=False)
-    return pa.array([value if isinstance(value, bytes) else None for value in values], kind)
-
-
-def caption_texts(value: Any) -> list:
-    """The captions in a value from JSON, CSV or a tar: a text, or those in a list, without nulls."""
-    listed = value if isinstance(value, list) else [value]
-    return [NOT_TEXT if isinstance(one, (dict, list)) else one for one in listed if one is not None and one != {}]
+    if pa.types.is_binary(kind):
+        return pa.array([value if isinstance(value, bytes) else None for value in values], kind)
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    texts = [[text for text in map(text_bytes, of_row) if text is not None] for of_row in lists]
+    if pa.types.is_list(kind):
+        return pa.array(texts, pa.list_(pa.binary())).cast(kind, safe=False)
+    return pa.array([next(iter(of_row), None) for of_row in texts], pa.binary()).cast(kind, safe=False)
 
 
 def as_number(value: Any) -> float | None:
@@ -412,9 +442,9 @@ def as_number(value: Any) -> float | None:
 
 
 def text_bytes(value: Any) -> bytes | None:
-    """A value as text in UTF-8, with the bytes that `decode_text` kept. Half a surrogate pair in JSON becomes "?"."""
-    if value is None:
-        return None
+    """A text or a number as UTF-8, with the bytes that are not; None for others. Half a surrogate pair becomes "?"."""
+    if not isinstance(value, (str, int, float)):
+        return value if isinstance(value, bytes) else None
     text = value if isinstance(value, str) else json.dumps(value)
     try:
         return text.encode(errors="surrogateescape")

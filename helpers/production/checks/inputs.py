@@ -6,11 +6,14 @@ from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 
+from ... import storage
 from ...config import PreprocessingConfig
 from ...raw import filters, inputs, readers
 from ...raw.inputs import is_bytes, is_list, is_text
 
 COMPRESSED_TAR, BROKEN = "compressed tar", "broken link"  # kinds of files
+TABLES = {"_delta_log": "Delta", ".hoodie": "Hudi", "metadata/version-hint.text": "Iceberg"}  # what lies in the folder
+MOST_FILES = 64  # whose first rows are read to find a column, of formats without types
 
 
 def refuse(sentences: Iterable[str]) -> None:
@@ -24,51 +27,75 @@ def files_problems(kinds: dict[str, str], config: PreprocessingConfig) -> Iterat
     reader = readers.reader_class(config.input_format)
     for name, kind in kinds.items():
         if kind == COMPRESSED_TAR and config.input_format == "webdataset":
-            yield readers.COMPRESSED_TAR.format(name)
+            yield f"{name} is a compressed tar: decompress it (gunzip, xz -d, zstd -d)."
         if kind == BROKEN and f"/{name}".lower().endswith(reader.suffixes):
             yield f"{name} is a link that leads nowhere, no regular file, or has no name in UTF-8: rename or remove it."
+    folder = inputs.base_folder(config.data_uri)
+    above = [folder, folder.rpartition("/")[0]]  # a partition or a pattern may name files inside a table
+    for mark, what in TABLES.items() if config.input_format == "parquet" else ():
+        inside = [name for name in kinds if f"/{mark}" in f"/{name}"]
+        if inside or any(storage.exists(storage.join(one, mark)) for one in above if one):
+            yield (
+                f"input_uri={config.data_uri!r} holds a {what} table ({(inside or [mark])[0]}), whose files keep "
+                "deleted rows: write its present rows to Parquet files, and give these."
+            )
 
 
 def column_problems(paths: list[str], config: PreprocessingConfig) -> Iterator[str]:
-    """Those of `COLUMNS`, of all files; of formats without types, of the first file that can be read."""
+    """Those of `COLUMNS`, of all files; of formats without types, of the first files together."""
     reader = inputs.reader(config)
-    found = inputs.schemas(inputs.reached(paths, config) if reader.typed else first_readable(paths, reader), config)
+    if reader.typed:
+        found = inputs.schemas(inputs.reached(paths, config), config)
+    else:
+        found = dict([joined_schema(paths, reader, inputs.used_columns(config))])
+    yield from missing_columns(found, config)
     for path, columns in found.items():
         for check in COLUMNS:
             yield from check(columns, path, config)
 
 
-def first_readable(paths: list[str], reader: readers.Reader) -> list[str]:
-    """The first file with rows; the last one if none has."""
-    for path in paths[:-1]:
+def joined_schema(paths: list[str], reader: readers.Reader, wanted: Iterable[str]) -> tuple[str, pa.Schema]:
+    """`(the first file with rows, its columns)`, with those of further files until all `wanted` ones are found."""
+    first, found, error = paths[-1], pa.schema([]), None
+    for path in paths[:MOST_FILES]:
         try:
-            if reader.schema(path).names:
-                return [path]
-        except readers.Unreadable:
+            columns = reader.schema(path)
+        except readers.Unreadable as unreadable:
+            error = unreadable
             continue
-    return paths[-1:]
+        first = first if found.names else path
+        found = pa.schema([*found, *(field for field in columns if field.name not in found.names)])
+        if found.names and set(wanted) <= set(found.names):
+            break
+    if not found.names and error:
+        raise error
+    return first, found
 
 
-def missing_columns(columns: pa.Schema, path: str, config: PreprocessingConfig) -> Iterator[str]:
+def missing_columns(found: dict[str, pa.Schema], config: PreprocessingConfig) -> Iterator[str]:
+    """A file may lack ids, and all but one of the columns that captions are taken from."""
+    everywhere = {name for columns in found.values() for name in columns.names}
     used = [(parameter, getattr(config, parameter, None)) for parameter in USABLE]
     used += [("caption_column", name) for name in config.caption_columns]
     used += [("row_filter", name) for name in filters.filter_columns(config.row_filter)]
-    for parameter, name in used:
-        if name and name != readers.ROW_NUMBER and name not in columns.names:
-            yield f"{parameter}={name!r} is not a column of {path}: it has {', '.join(columns.names)}."
-        if name == readers.PATH:
-            yield "A column called 'path' cannot be used, because readers note the file of each row there: rename it."
+    for path, columns in found.items():
+        for parameter, name in used:
+            known = {readers.ROW_NUMBER, *columns.names, *(everywhere if parameter == "id_column" else ())}
+            if name and known.isdisjoint(name.split("|") if parameter == "caption_column" else [name]):
+                yield f"{parameter}={name!r} is not a column of {path}: it has {', '.join(columns.names)}."
+            if name == readers.PATH:
+                yield "A column called 'path' cannot be used, as readers note the file of each row there: rename it."
 
 
 def wrong_types(columns: pa.Schema, path: str, config: PreprocessingConfig) -> Iterator[str]:
     for parameter, (is_usable, otherwise) in USABLE.items():
         name = getattr(config, parameter, None)  # width and height may not be given
-        if name and name != readers.ROW_NUMBER and not is_usable(kind := columns.field(name).type):
+        if name in columns.names and not is_usable(kind := columns.field(name).type):
             yield f"{parameter}={name!r} holds {kind} in {path}, {otherwise}: name the column that does."
 
 
 def wrong_captions(columns: pa.Schema, path: str, config: PreprocessingConfig) -> Iterator[str]:
-    for name in config.caption_columns:
+    for name in filter(columns.names.__contains__, inputs.caption_names(config)):
         kind = columns.field(name).type
         in_list, is_one = is_list(kind), len(config.caption_columns) == 1
         if not is_text_or_bytes(kind.value_type if in_list else kind):
@@ -98,14 +125,18 @@ def urls(columns: pa.Schema, path: str, config: PreprocessingConfig) -> Iterator
     if is_text(image_type(columns.field(name).type)):
         rows = next(iter(reader.stream(path, [name])), None)
         values = [] if rows is None else readers.texts(inputs.image_fields(rows[name])[0])
-        if url := next(filter(inputs.is_url, values), None):
+        if url := next(filter(is_url, values), None):
             yield (
                 f"image_column={name!r} holds URLs ({url[:60]}): download the images first, for example with "
                 "img2dataset, whose Parquet and WebDataset output is read here."
             )
 
 
-COLUMNS = [missing_columns, wrong_types, wrong_captions, wrong_filter, urls]
+def is_url(text: str | None) -> bool:
+    return str(text).lower().startswith(("http://", "https://"))
+
+
+COLUMNS = [wrong_types, wrong_captions, wrong_filter, urls]
 
 
 def image_type(kind: pa.DataType) -> pa.DataType:

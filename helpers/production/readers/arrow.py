@@ -14,28 +14,36 @@ import pyarrow as pa
 
 from ... import storage
 from ...latents.parquet import check_types, to_plain
-from ...raw.readers import GROUP_ROWS, ROW, Reader, plain_schema, unreadable
+from ...raw.readers import GROUP_ROWS, ROW, Reader, naming, parse_json, plain_schema
+
+STATE = "state.json"  # lists the files of a data set that `save_to_disk` wrote
 
 
 class Arrow(Reader):
     what, suffixes, typed, location = "Arrow file", (".arrow",), True, (ROW,)
 
     @classmethod
-    def files(cls, names: Iterable[str]) -> list[str]:
-        """All but the caches of `datasets`."""
-        return [name for name in super().files(names) if not posixpath.basename(name).startswith("cache-")]
+    def files(cls, names: Iterable[str], folder: str) -> list[str]:
+        """All but the caches of `datasets`; in a folder of its `save_to_disk`, those that its list names."""
+        names = list(names)
+        lists = [name for name in names if posixpath.basename(name) == STATE]
+        listed = {posixpath.dirname(name): listed_files(storage.join(folder, name)) for name in lists}
+        found = [(name, *posixpath.split(name)) for name in super().files(names, folder)]
+        return [
+            name
+            for name, within, file in found
+            if not file.startswith("cache-") and file in (listed.get(within) or {file})
+        ]
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
         """`(schema, record batches)`. Raises ValueError naming a file that is not Arrow's."""
         filesystem, inner = storage.open_filesystem(path)
-        try:
-            with pa.memory_map(inner) if storage.is_local(path) else filesystem.open_input_file(inner) as source:
-                is_file = source.read_at(6, 0) == b"ARROW1"
-                found = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-                yield found.schema, map(found.get_batch, range(found.num_record_batches)) if is_file else iter(found)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise unreadable(path, self.what, error) from None
+        opened = pa.memory_map(inner) if storage.is_local(path) else filesystem.open_input_file(inner)
+        with naming(path, self.what), opened as source:
+            is_file = source.read_at(6, 0) == b"ARROW1"
+            found = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+            yield found.schema, map(found.get_batch, range(found.num_record_batches)) if is_file else iter(found)
 
     def schema(self, path: str) -> pa.Schema:
         """Raises ValueError as `plain_schema`."""
@@ -53,7 +61,11 @@ class Arrow(Reader):
         with self.open(path) as (stored, batches):
             check_types(stored, path, names)
             for group, batch in enumerate(batches):
-                table = to_plain(pa.Table.from_batches([batch]).select(names))
+                table = pa.Table.from_batches([batch])
+                table = to_plain(table.select([name for name in names if name in table.column_names]))
+                for name in names:
+                    if name not in table.column_names:
+                        table = table.append_column(name, pa.nulls(len(table)))
                 if ROW in columns:
                     table = table.append_column(ROW, pa.array(np.arange(first, first + len(table))))
                 first += len(table)
@@ -73,3 +85,9 @@ class Arrow(Reader):
                 break
         rows = pa.concat_tables(found)
         yield from (rows.take(np.searchsorted(wanted, piece[ROW].to_numpy())) for piece in pieces)
+
+
+def listed_files(uri: str) -> set[str]:
+    """The files that a `state.json` lists; none if it is another tool's."""
+    found = parse_json(storage.read_bytes(uri)).get("_data_files") or []
+    return {one.get("filename") for one in found if isinstance(one, dict)}

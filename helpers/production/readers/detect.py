@@ -9,10 +9,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import posixpath
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -22,7 +23,7 @@ from ...latents.parquet import is_extension
 from ...raw import inputs, readers
 from ...raw.inputs import CHOSEN, is_text
 from ..checks import inputs as checks
-from ..checks.inputs import is_text_or_bytes
+from ..checks.inputs import MOST_FILES, is_text_or_bytes
 from . import folder
 
 TABLE, IMAGE, SIDE_CAR, OTHER = "metadata.csv or metadata.jsonl", "image", "caption or JSON file", "other file"
@@ -37,10 +38,11 @@ WHY_LEFT_OUT = {
     BROKEN: "links that lead nowhere, no regular files, or names that are not UTF-8",
     OTHER: "of no format",
 }
-IMAGE_COLUMNS, CAPTION_COLUMNS = ("image", "jpg", "file_name"), ("caption", "text", "txt")
+IMAGE_COLUMNS = ("image", "jpg", "file_name")
 ID_COLUMNS = ("hash", "key", "__key__", "id")
 IMAGE_BYTES = re.compile(rb"\xff\xd8\xff|\x89PNG|RIFF|GIF8|BM|II\*\0|MM\0\*|....ftyp", re.DOTALL)
-FIRST_FILES, FIRST_ROWS = 4, 64  # that decide on the columns
+FIRST_FILES, FIRST_ROWS = 4, 64  # that decide on the columns; more files if these have no captions
+SPLITS = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev)(?=[/.-])", re.IGNORECASE)  # in a file's path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ def detect(config: PreprocessingConfig, begun: dict[str, Any] | None = None) -> 
     `begun`: what a job began with (`encode.job.begun_with`), which it keeps if the files are the same; they are not
     checked again. Raises FileNotFoundError or ValueError that says what is there and what to change.
     """
-    walked = inputs.walk_input(config.data_uri)
+    walked = inputs.walk_input(config)
     listing = inputs.visible_files(walked, config.data_uri)
     kinds = {name: BROKEN if size is None else kind_of(name) if name in listing else HIDDEN for name, size in walked}
     begun = begun if begun and begun.get("input_crc32") == inputs.checksum(listing) else {}
@@ -81,13 +83,17 @@ def detect(config: PreprocessingConfig, begun: dict[str, Any] | None = None) -> 
     config = with_chosen(config, chosen)
     checks.refuse(checks.files_problems(kinds, config))
     paths = inputs.input_paths(listing, config)
+    names = [path.removeprefix(inputs.base_folder(config.data_uri)) for path in paths]
+    if len(splits := sorted({found[1] for found in map(SPLITS.search, names) if found})) > 1:
+        value, why = chosen["input_format"]
+        chosen["input_format"] = value, f"{why}; {' and '.join(splits)} are read together: name one to read it alone"
 
     is_open = [name for name, (value, _) in chosen.items() if value is None]
     chosen |= choose_columns(paths, config, is_open) if is_open else {}
     config = with_chosen(config, chosen)
 
     checks.refuse(() if begun else checks.column_problems(paths, config))
-    files = count_files(kinds, listing, config, holds_paths(paths, config))
+    files = count_files(kinds, listing, config, has_image_paths(paths, config))
     return Found(config, paths, listing, files, [(name, *pair) for name, pair in chosen.items()])
 
 
@@ -145,18 +151,17 @@ def kind_of(name: str) -> str:
     return IMAGE if readers.is_image(path) else SIDE_CAR if readers.is_text(path) else OTHER
 
 
-def files_read(input_format: str, names: Iterable[str]) -> set[str]:
+def files_read(input_format: str, names: Iterable[str], input_uri: str) -> set[str]:
     """The files, of those below an input, that a format reads."""
-    return (
-        folder.files_read(names)
-        if input_format == "imagefolder"
-        else set(readers.reader_class(input_format).files(names))
-    )
+    base = inputs.base_folder(input_uri)
+    if input_format == "imagefolder":
+        return folder.files_read(names, base)
+    return set(readers.reader_class(input_format).files(names, base))
 
 
 def choose_format(listing: dict[str, int], kinds: dict[str, str], input_uri: str) -> tuple[str, str]:
     """`(the format with most bytes, why)`. Raises FileNotFoundError if there is none."""
-    read = {input_format: files_read(input_format, listing) for input_format in readers.READERS}
+    read = {input_format: files_read(input_format, listing, input_uri) for input_format in readers.READERS}
     sizes = {input_format: sum(map(listing.get, names)) for input_format, names in read.items() if names}
     if sizes:
         others = "; ".join(f"{input_format}: {size / 2**20:,.1f} MiB" for input_format, size in sizes.items())
@@ -186,7 +191,7 @@ def count_files(
     kinds: dict[str, str], listing: dict[str, int], config: PreprocessingConfig, has_paths: bool
 ) -> list[tuple[str, int, int, str]]:
     """`Found.files`. `has_paths`: whether rows of Parquet or Arrow files hold paths; all images then count as read."""
-    read = files_read(config.input_format, listing)
+    read = files_read(config.input_format, listing, config.data_uri)
     counts, used = collections.Counter(kinds.values()), collections.Counter(kinds[name] for name in read)
     if has_paths:
         used[IMAGE] = counts[IMAGE]
@@ -199,12 +204,11 @@ def count_files(
     return rows
 
 
-def holds_paths(paths: list[str], config: PreprocessingConfig) -> bool:
+def has_image_paths(paths: list[str], config: PreprocessingConfig) -> bool:
     reader = inputs.reader(config)
-    if not reader.typed:
-        return False
-    columns, name = reader.schema(*checks.first_readable(paths, reader)), config.image_column
-    return name in columns.names and is_text(checks.image_type(columns.field(name).type))
+    columns = checks.joined_schema(paths, reader, [config.image_column])[1]
+    kinds = [field.type for field in columns if field.name == config.image_column and reader.typed]
+    return any(is_text(checks.image_type(kind)) for kind in kinds)
 
 
 # ---- columns
@@ -216,7 +220,9 @@ def choose_columns(paths: list[str], config: PreprocessingConfig, is_open: list[
     Raises ValueError that names the columns that are there.
     """
     path, columns, tables = first_tables(paths, config)
-    choose = {"image_column": choose_image, "caption_column": choose_caption, "id_column": choose_id}
+    usual = () if readers.reader_class(config.input_format).typed else readers.CAPTIONS
+    choose_captions = functools.partial(choose_caption, usual=usual)
+    choose = {"image_column": choose_image, "caption_column": choose_captions, "id_column": choose_id}
     try:
         return {name: choose[name](columns, tables) for name in is_open}
     except ValueError as error:
@@ -228,17 +234,20 @@ def first_tables(paths: list[str], config: PreprocessingConfig) -> tuple[str, pa
     found, error = [], None
     if config.input_format == "imagefolder":  # of each folder once
         paths = list({posixpath.dirname(path): path for path in paths[::-1]}.values())[::-1]
-    for path in paths[: 4 * FIRST_FILES]:
+    for path in paths[:MOST_FILES]:
         try:
             found.append((path, *first_table(path, readers.reader_class(config.input_format))))
         except readers.Unreadable as unreadable:
             error = error or unreadable
-        if len(found) == FIRST_FILES:
+        captions = [name for _, _, table in found for name in table.column_names if name.lower() in readers.CAPTIONS]
+        if len(found) >= FIRST_FILES and captions:
             break
     if not found:
         raise error
     found = [one for one in found if one[1].names and len(one[2])] or found
     path, columns, _ = found[0]
+    for _, others, _ in found[1:]:
+        columns = pa.schema([*columns, *(field for field in others if field.name not in columns.names)])
     if not columns.names:
         raise ValueError(f"The input holds no rows ({len(paths)} files, the first is {paths[0]}): give other data.")
     return path, columns, [table for _, _, table in found]
@@ -291,7 +300,7 @@ def image_columns(table: pa.Table) -> tuple[list[str], list[str]]:
 
 def is_path(text: str) -> bool:
     """Whether a text is the path or the URL of an image."""
-    return readers.is_image(posixpath.splitext(text)[1]) or inputs.is_url(text)
+    return readers.is_image(posixpath.splitext(text)[1]) or checks.is_url(text)
 
 
 def values_of(column: pa.ChunkedArray) -> list:
@@ -299,23 +308,37 @@ def values_of(column: pa.ChunkedArray) -> list:
     return readers.texts(column) if is_text(column.type) else column.to_pylist()
 
 
-def choose_caption(columns: pa.Schema, tables: list[pa.Table]) -> tuple[str, str]:
+def choose_caption(columns: pa.Schema, tables: list[pa.Table], usual: Sequence[str] = ()) -> tuple[str, str]:
+    """`usual`: columns that later rows may have, of formats whose rows differ."""
     named = {name.lower(): name for name in reversed(columns.names)}
-    found = [named[name] for name in CAPTION_COLUMNS if name in named]
+    found = [named[name] for name in readers.CAPTIONS if name in named]
     if not found:
         raise ValueError("has no column caption, text or txt: name the column of captions by caption_column")
+    counts = {name: sum(num_filled(table[name]) for table in tables if name in table.column_names) for name in found}
+    first = max(found, key=counts.get)
+    if not is_text_or_bytes(columns.field(first).type):
+        return first, "holds captions"
+    others = [name for name in found if is_text_or_bytes(columns.field(name).type)]
+    others += [name for name in usual if name not in named]
+    others.remove(first)
+    return "|".join([first, *others]), " and, where it is empty, ".join(["holds captions", *others])
 
-    def filled(name: str) -> int:
-        return sum(len(table) - table[name].null_count for table in tables if name in table.column_names)
 
-    return max(found, key=filled), f"first filled one of {', '.join(CAPTION_COLUMNS)}"
+def num_filled(column: pa.ChunkedArray) -> int:
+    """The rows that have a usable caption."""
+    if not (is_text_or_bytes(column.type) or inputs.is_list(column.type)):
+        return 0
+    return sum(any(not inputs.text_reason(0, one) for one in captions) for captions in inputs.text_lists(column))
 
 
 def choose_id(columns: pa.Schema, tables: list[pa.Table]) -> tuple[str, str]:
-    for name in (name for name in ID_COLUMNS if name in columns.names):
-        found = [values_of(table[name]) if name in table.column_names else [None] for table in tables]
-        values = list(itertools.chain.from_iterable(found))
-        if None not in values and "" not in values and len(set(map(str, values))) == len(values):
-            return name, f"no value is missing or repeated in {len(values)} rows"
-    without = f"no {', '.join(ID_COLUMNS)} without gaps and repeats"
-    return readers.ROW_NUMBER, f"made of the file's path and the row's number: {without}"
+    kinds = {field.name: field.type for field in columns if not pa.types.is_nested(field.type)}
+    for name in (name for name in ID_COLUMNS if name in kinds):
+        found = [values_of(table[name]) for table in tables if name in table.column_names]
+        values = [value for value in itertools.chain.from_iterable(found) if value not in (None, "")]
+        if values and len(set(map(str, values))) == len(values):
+            return name, f"no value is repeated in {len(values)} rows; rows without one get an id that is made"
+    return (
+        readers.ROW_NUMBER,
+        f"made of the file's path and the row's number: no {', '.join(ID_COLUMNS)} without repeats",
+    )

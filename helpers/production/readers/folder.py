@@ -7,8 +7,10 @@ import collections
 import csv
 import functools
 import io
+import itertools
 import posixpath
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pyarrow as pa
@@ -18,21 +20,21 @@ from ...latents import schema
 from ...raw.readers import (
     GROUP_ROWS,
     MAX_BYTES,
+    MAX_TEXT_BYTES,
     PATH,
     ROW,
     ROW_NUMBER,
     Reader,
     Unreadable,
-    decode_caption,
-    decode_text,
+    check_names,
     in_parallel,
     is_image,
     is_text,
-    is_utf16,
     parse_json,
 )
 
 FILES = "__files__"  # where a row is in its folder: the names of its image, and of what stands beside it
+MAX_TABLE_BYTES = 2**30
 UNIT_IMAGES = 10_000  # images with side-cars that are read as one file
 
 
@@ -49,19 +51,20 @@ class ImageFolder(Reader):
     suffixes, location = ("/metadata.csv", "/metadata.jsonl"), (ROW, FILES)
 
     @classmethod
-    def files(cls, names: Iterable[str]) -> list[str]:
+    def files(cls, names: Iterable[str], folder: str) -> list[str]:
         """Tables, and images with side-cars in folders below no table."""
         names = list(names)
-        tables, found = super().files(names), []
-        for folder, samples in samples_by_folder(names, tables).items():
+        tables, found = super().files(names, folder), []
+        for within, samples in samples_by_folder(names, tables).items():
             for start in range(0, len(samples), UNIT_IMAGES):
                 some = samples[start : start + UNIT_IMAGES]
-                found.append(posixpath.join(folder, f"{some[0][0]}#{len(some)}"))
+                found.append(posixpath.join(within, f"{some[0][0]}#{len(some)}"))
         return sorted([*tables, *found])
 
     def schema(self, path: str) -> pa.Schema:
         rows = self.rows(path)
-        return self.schema_of(self.load(path, rows[:GROUP_ROWS]) + rows[GROUP_ROWS:])
+        groups = (rows[start : start + GROUP_ROWS] for start in range(0, len(rows), GROUP_ROWS))
+        return self.schema_of(itertools.chain.from_iterable(self.load(path, group) for group in groups))
 
     def row_groups(self, path: str) -> list[int]:
         """Rows of each group."""
@@ -93,16 +96,17 @@ class ImageFolder(Reader):
 
     def load(self, path: str, rows: list[dict], columns: Sequence[str] = ("",)) -> list[dict]:
         """The rows, with what the side-cars hold that some of `columns` may need."""
-        wanted = set(columns) - {"file_name", *self.location}
+        if is_table(path) or not set(columns) - {"file_name", *self.location}:
+            return rows
 
         def read(row: dict) -> dict:
-            for name in row.get(FILES, ())[1:] if wanted else ():
-                data = storage.read_bytes(f"{split_unit(path)[0]}/{name}")[:MAX_BYTES]
-                more = parse_json(data) if name.lower().endswith(".json") else {"text": decode_caption(data)}
-                row = {**more, **row} if name.lower().endswith(".json") else {**row, **more}
+            for name in row[FILES][1:]:
+                data = storage.read_bytes(f"{split_unit(path)[0]}/{name}")[:MAX_TEXT_BYTES]
+                is_json = name.lower().endswith(".json")
+                row = {**parse_json(data), **row} if is_json else {**row, "text": data.rstrip(b"\r\n")}
             return row
 
-        return [fill_caption(row, wanted) for row in (rows if is_table(path) else in_parallel(path, read, rows))]
+        return in_parallel(path, read, rows)
 
     def table_of(self, path: str, rows: list[dict], columns: Sequence[str]) -> pa.Table:
         """`table`; of images with side-cars also `PATH`, that of the image, and no `ROW_NUMBER`."""
@@ -117,12 +121,9 @@ def sidecar_row(files: Sequence[str]) -> dict:
     return {"file_name": files[0], FILES: files}
 
 
-def fill_caption(row: dict, wanted: set[str]) -> dict:
-    """The row; folders may call captions "text" or "caption", and one name serves all."""
-    for name, other in (("text", "caption"), ("caption", "text")):
-        if name in wanted and name not in row and other in row:
-            return {**row, name: row[other]}
-    return row
+def same_name(name: str) -> str:
+    """A name in Unicode's composed form: macOS stores names in the other one."""
+    return unicodedata.normalize("NFC", name)
 
 
 def is_table(path: str) -> bool:
@@ -160,33 +161,44 @@ def samples_by_folder(names: Iterable[str], tables: list[str]) -> dict[str, list
 def pair_names(names: Iterable[str]) -> list[tuple[str, ...]]:
     """[(image, what stands beside it, ...)] of the files of one folder, sorted; images alone are left out.
 
-    An image has at most one JSON file and one text: of several texts the last, "a.txt" and not "a.caption".
+    An image has at most one JSON file and one text: of several texts the last, "a.txt" and not "a.caption". They are
+    called after the image's name with or without its suffix, in any form of Unicode.
     """
     images, beside = [], collections.defaultdict(dict)
     for name in sorted(names):
         stem, _, suffix = name.rpartition(".")
         if is_text(suffix):
-            beside[stem]["json" if suffix.lower() == "json" else "text"] = name
+            beside[same_name(stem)]["json" if suffix.lower() == "json" else "text"] = name
         elif stem and is_image(suffix) and not name.startswith("."):
-            images.append((name, stem))
-    return [(name, *sorted(beside[stem].values())) for name, stem in images if stem in beside]
+            images.append((name, same_name(stem)))
+    found = ((name, beside.get(stem, {}) | beside.get(same_name(name), {})) for name, stem in images)
+    return [(name, *sorted(files.values())) for name, files in found if files]
 
 
 def load_table(path: str) -> list[dict]:
-    """The rows of a `metadata.csv` (all text) or `metadata.jsonl`; invalid JSON lines become rows of nulls."""
+    """The rows of a `metadata.csv` (all text) or `metadata.jsonl`; a few lines that are no JSON are rows of nulls."""
     return _load_table(path, storage.version(path))  # cached: an epoch reads the same few tables
 
 
 @functools.lru_cache(maxsize=1)
 def _load_table(path: str, version: tuple[int, int]) -> list[dict]:
-    text = decode_text(storage.read_bytes(path))
-    if is_utf16(text):
-        raise Unreadable(f"{path} is UTF-16 without a byte order mark: save it as UTF-8.")
+    if version[0] > MAX_TABLE_BYTES:
+        raise Unreadable(f"{path} has {version[0]:,} bytes, and a table has at most {MAX_TABLE_BYTES:,}: split it.")
+    data = storage.read_bytes(path)
+    if b"\0" in data[:1000]:
+        raise Unreadable(f"{path} is not UTF-8: save it as UTF-8.")
     if path.lower().endswith(".jsonl"):
-        return [parse_json(line) for line in text.split("\n") if line.strip()]
+        rows = [parse_json(line) for line in data.split(b"\n") if line.strip()]
+        if 2 * rows.count({}) > len(rows):
+            raise Unreadable(f"{path} holds no JSON Lines: write one object a line (jq -c '.[]' does it of a list).")
+        return rows
     csv.field_size_limit(MAX_BYTES)
     try:
-        rows = list(csv.DictReader(io.StringIO(text, newline=""), restval="", strict=True))
+        table = csv.DictReader(
+            io.StringIO(data.decode("utf-8-sig", "surrogateescape"), newline=""), restval="", strict=True
+        )
+        check_names(table.fieldnames or [], path)
+        rows = list(table)
         if any(None in row for row in rows):
             raise csv.Error("its rows have more fields than its first line has names")
     except csv.Error as error:
@@ -194,10 +206,10 @@ def _load_table(path: str, version: tuple[int, int]) -> list[dict]:
     return rows
 
 
-def files_read(names: Iterable[str]) -> set[str]:
+def files_read(names: Iterable[str], folder: str) -> set[str]:
     """The files that `ImageFolder` reads: tables and the images below them, images with side-cars and these."""
     names = list(names)
-    tables = Reader.files.__func__(ImageFolder, names)
+    tables = Reader.files.__func__(ImageFolder, names, folder)
     is_below = below_tables(tables)
     below = [name for name in names if is_image(name) and is_below(posixpath.dirname(name))]
     samples = samples_by_folder(names, tables).items()
