@@ -188,7 +188,12 @@ def _walk_disk(folder: str, prefix: str, recursive: bool, above: tuple = ()) -> 
     real = os.path.realpath(folder or "/")
     if not os.path.isdir(real) or real in above:
         return
-    for entry in os.scandir(folder or "/"):
+    try:
+        entries = os.scandir(folder or "/")
+    except PermissionError:  # such as lost+found
+        yield prefix.rstrip("/"), None
+        return
+    for entry in entries:
         below = prefix + entry.name
         is_folder = os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
         if not is_folder:

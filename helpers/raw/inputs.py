@@ -45,7 +45,7 @@ RETRIES = {"max_retries": 3}  # of tasks that read; Ray Data repeats what killed
 ROWS_PER_CONVERSION = 256  # images given as paths are fetched this many at a time
 WILDCARDS = re.compile(r"[*?[]|\{(?=\d+\.\.\d+\})")
 BLANKS = "\u115f\u1160\u2800\u3164\uffa0"  # letters and a symbol that show nothing
-MAX_ID_BYTES = 4096  # of an id that is text
+MAX_ID_BYTES = 2**16  # of an id that is text
 MAX_CAPTIONS = 64  # of a row that are read
 MOST_NUMBERS = 100_000  # of a range in a pattern
 
@@ -99,9 +99,10 @@ def walk_input(config: PreprocessingConfig) -> list[tuple[str, int | None]]:
     if storage.is_file(uri):
         return [(storage.name(uri), storage.sizes(uri)[""])]
     own = tuple(f"{one}/" for one in (config.storage, config.latents_uri) if one.startswith(f"{folder}/"))
-    found = ((name, size, storage.join(folder, name)) for name, size in sorted(storage.walk(folder)))
+    found = ((name, size, storage.join(folder, name)) for name, size in storage.walk(folder))
     matches = glob_pattern(uri).fullmatch if is_glob(uri) else str
-    return [(name, size) for name, size, path in found if matches(path) and not path.startswith(own)]
+    kept = ((name, size) for name, size, path in found if matches(path) and not path.startswith(own))
+    return sorted(kept, key=lambda one: one[0])
 
 
 def is_hidden(name: str) -> bool:
@@ -132,7 +133,10 @@ def glob_pattern(path: str) -> re.Pattern:
         first, last = found.groups()
         return "|".join(str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)[:MOST_NUMBERS])
 
-    escaped = glob_translate(path)
+    try:
+        escaped = glob_translate(path)
+    except ValueError as error:
+        raise ValueError(f"input_uri={path!r}: {error}.") from None
     return re.compile(re.sub(r"\\{(\d+)\\.\\.(\d+)\\}", lambda found: f"(?:{numbers(found)})", escaped))
 
 
@@ -160,15 +164,18 @@ def count_rows(paths: list[str], config: PreprocessingConfig) -> list[int | None
 
     None for a file that cannot be read.
     """
-    count = functools.partial(unless_damaged, lambda path: sum(reader(config).row_groups(path)))
+
+    def count(path: str) -> int:
+        return sum(reader(config).row_groups(path))
+
     if config.input_format == "webdataset" and ray.is_initialized():
-        task = ray.remote(num_cpus=0.5)(count)
+        task = ray.remote(num_cpus=0.5)(unless_damaged)
         try:
-            return ray.get([task.remote(path) for path in paths])
+            return ray.get([task.remote(count, path) for path in paths])
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None  # without the task's traceback
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        return list(pool.map(count, paths))
+        return list(pool.map(functools.partial(unless_damaged, count), paths))
 
 
 def unless_damaged(function: Callable[[str], Any], path: str) -> Any:
@@ -409,9 +416,11 @@ def fetch_image(name: str | None, folder: str, base: str) -> bytes | BadImage:
     filesystem, root = storage.open_filesystem(base)
     is_local = isinstance(filesystem, fs.LocalFileSystem)
     scheme, is_uri, inner = name.rpartition("://")
-    if not is_uri:
-        inner = name if name.startswith("/") else f"{storage.open_filesystem(folder)[1]}/{name}"
-    inner = posixpath.normpath(inner)
+    prefix = f"{storage.open_filesystem(folder)[1]}/" if not is_uri and not inner.startswith("/") else ""
+    # Unicode has two forms of "é", and macOS stores the longer one.
+    forms = [inner] + [unicodedata.normalize(form, inner) for form in ("NFC", "NFD")] * (not inner.isascii())
+    paths = [posixpath.normpath(prefix + form) for form in forms]
+    inner = next(filter(os.path.exists, paths), paths[0]) if is_local else paths[0]
     is_elsewhere = is_uri and scheme != base.rpartition("://")[0]
     if is_elsewhere or not inner.startswith(root.rstrip("/") + "/"):
         return BadImage("image path outside of the input")
@@ -452,8 +461,9 @@ def text_reason(row_id: int | str | None, caption: str | None) -> str:
 
 
 def is_visible(character: str) -> bool:
-    """Whether a character is a letter, a number, punctuation or a symbol, and not one of those that show nothing."""
-    return unicodedata.category(character)[0] in "LNPS" and character not in BLANKS
+    """Whether a character shows something: a letter, a number, punctuation, a symbol, or one of private use."""
+    kind = unicodedata.category(character)
+    return (kind[0] in "LNPS" or kind == "Co") and character not in BLANKS
 
 
 def text_lists(column: pa.ChunkedArray | pa.Array) -> list[list[str | None]]:

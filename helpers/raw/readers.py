@@ -405,7 +405,8 @@ def as_caption(value: bytes | None) -> str | None:
         text = value.decode("utf-8-sig")[: MAX_CAPTION_BYTES + 1].rstrip("\0")
     except UnicodeDecodeError:
         return NOT_UTF8
-    return NOT_UTF8 if "\0" in text else text
+    is_utf16 = 3 * text.count("\0") > len(text)  # without its byte order mark
+    return NOT_UTF8 if is_utf16 else text
 
 
 def parse_json(text: str | bytes) -> dict:

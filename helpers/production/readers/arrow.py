@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -14,9 +15,19 @@ import pyarrow as pa
 
 from ... import storage
 from ...latents.parquet import check_types, to_plain
-from ...raw.readers import GROUP_ROWS, ROW, Reader, naming, parse_json, plain_schema
+from ...raw.readers import (
+    GROUP_ROWS,
+    MAX_CHUNK_BYTES,
+    MAX_RATIO,
+    ROW,
+    Reader,
+    naming,
+    parse_json,
+    plain_schema,
+)
 
 STATE = "state.json"  # lists the files of a data set that `save_to_disk` wrote
+MAGIC = b"ARROW1"  # of the file format: eight bytes, a stream, and a footer
 
 
 class Arrow(Reader):
@@ -29,26 +40,31 @@ class Arrow(Reader):
         lists = [name for name in names if posixpath.basename(name) == STATE]
         listed = {posixpath.dirname(name): listed_files(storage.join(folder, name)) for name in lists}
         found = [(name, *posixpath.split(name)) for name in super().files(names, folder)]
-        return [
-            name
-            for name, within, file in found
-            if not file.startswith("cache-") and file in (listed.get(within) or {file})
-        ]
+        found = [one for one in found if not one[2].startswith("cache-")]
+        return [name for name, within, file in found if file in (listed.get(within) or {file})]
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
-        """`(schema, record batches)`. Raises ValueError naming a file that is not Arrow's."""
+        """`(schema, record batches)`. Raises ValueError naming a file that is not Arrow's, or unpacks to far more."""
         filesystem, inner = storage.open_filesystem(path)
-        opened = pa.memory_map(inner) if storage.is_local(path) else filesystem.open_input_file(inner)
-        with naming(path, self.what), opened as source:
-            is_file = source.read_at(6, 0) == b"ARROW1"
-            found = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-            yield found.schema, map(found.get_batch, range(found.num_record_batches)) if is_file else iter(found)
+        is_local = storage.is_local(path)
+        with naming(path, self.what), pa.memory_map(inner) if is_local else filesystem.open_input_file(inner) as source:
+            start = 8 if source.read_at(len(MAGIC), 0) == MAGIC else 0
+            if is_local:  # an object store would send the file twice
+                source.seek(start)
+                for message in pa.ipc.MessageReader.open_stream(source):
+                    check_message(message)
+            source.seek(start)
+            found = pa.ipc.open_stream(source)
+            yield found.schema, map(check_batch, found)
 
     def schema(self, path: str) -> pa.Schema:
         """Raises ValueError as `plain_schema`."""
-        with self.open(path) as (stored, _):
-            return plain_schema(stored, path, list(self.types))
+        with self.open(path) as (stored, batches):
+            columns = plain_schema(stored, path, list(self.types))
+            used = [field.name for field in columns if field.name in self.types and pa.types.is_integer(field.type)]
+            nulls = {name for batch in (batches if used else ()) for name in used if batch[name].null_count}
+            return pa.schema([field.with_nullable(field.name in nulls) for field in columns])
 
     def row_groups(self, path: str) -> list[int]:
         """Rows of each record batch."""
@@ -57,20 +73,24 @@ class Arrow(Reader):
 
     def stream(self, path: str, columns: Sequence[str], groups: Sequence[int] | None = None) -> Iterator[pa.Table]:
         """All rows, or those of some record batches, a few at a time."""
-        first, names = 0, [name for name in columns if name != ROW]
+        first = 0
         with self.open(path) as (stored, batches):
+            names = [name for name in columns if name in stored.names]
             check_types(stored, path, names)
             for group, batch in enumerate(batches):
-                table = pa.Table.from_batches([batch])
-                table = to_plain(table.select([name for name in names if name in table.column_names]))
-                for name in names:
-                    if name not in table.column_names:
-                        table = table.append_column(name, pa.nulls(len(table)))
-                if ROW in columns:
-                    table = table.append_column(ROW, pa.array(np.arange(first, first + len(table))))
-                first += len(table)
-                if groups is None or group in groups:
-                    yield from (table.slice(start, GROUP_ROWS) for start in range(0, len(table), GROUP_ROWS))
+                for start in range(0, len(batch) if groups is None or group in groups else 0, GROUP_ROWS):
+                    rows = pa.Table.from_batches([batch]).select(names).slice(start, GROUP_ROWS)
+                    for column in rows.columns:
+                        check_values(column)
+                    yield self.add_columns(to_plain(rows), columns, first + start)
+                first += len(batch)
+
+    def add_columns(self, table: pa.Table, columns: Sequence[str], first: int) -> pa.Table:
+        """The table with `ROW` on request, and with nulls for columns that the file lacks."""
+        for name in (name for name in columns if name not in table.column_names):
+            numbers = pa.array(np.arange(first, first + len(table)))
+            table = table.append_column(name, numbers if name == ROW else pa.nulls(len(table)))
+        return table
 
     def read_rows(self, path: str, pieces: Iterable[pa.Table], columns: Sequence[str]) -> Iterator[pa.Table]:
         """The rows of each of `pieces`, by `location`."""
@@ -91,3 +111,60 @@ def listed_files(uri: str) -> set[str]:
     """The files that a `state.json` lists; none if it is another tool's."""
     found = parse_json(storage.read_bytes(uri)).get("_data_files") or []
     return {one.get("filename") for one in found if isinstance(one, dict)}
+
+
+def check_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Raises ArrowInvalid for buffers that are shorter than they claim, and for more rows than bytes."""
+    batch.validate()
+    if len(batch) > batch.nbytes:
+        raise pa.ArrowInvalid(f"{len(batch):,} rows in fewer bytes")
+    return batch
+
+
+def check_values(column: pa.ChunkedArray) -> None:
+    """Raises ArrowInvalid for offsets that lead out of a column. Text need not be UTF-8: its rows are rejected."""
+    for chunk in column.chunks:
+        is_text = pa.types.is_string(chunk.type), pa.types.is_large_string(chunk.type)
+        in_bytes = chunk.view(pa.binary() if is_text[0] else pa.large_binary()) if any(is_text) else chunk
+        in_bytes.validate(full=True)
+
+
+def check_message(message: pa.ipc.Message) -> None:
+    """Raises ArrowInvalid if a message's compressed buffers unpack to far more bytes than it has."""
+    try:
+        unpacked = unpacked_bytes(message)
+    except struct.error as error:
+        raise pa.ArrowInvalid(f"a header is damaged: {error}") from None
+    if unpacked > max(MAX_CHUNK_BYTES, MAX_RATIO * message.body.size):
+        raise pa.ArrowInvalid(f"{message.body.size:,} bytes that unpack to {unpacked:,}")
+
+
+def unpacked_bytes(message: pa.ipc.Message) -> int:
+    """What a message's compressed buffers unpack to, by the lengths that stand before them; 0 if none is compressed.
+
+    The header is a FlatBuffer of Arrow's `Message`: pyarrow does not show these fields.
+    """
+    if message.type not in ("record batch", "dictionary"):
+        return 0
+    header = memoryview(message.metadata)
+
+    def number(kind: str, position: int) -> int:
+        return struct.unpack_from(kind, header, position)[0]
+
+    def field(table: int, index: int) -> int:
+        """The position of a table's field; 0 if it is absent."""
+        fields, entry = table - number("<i", table), 4 + 2 * index
+        offset = number("<H", fields + entry) if entry < number("<H", fields) else 0
+        return table + offset if offset else 0
+
+    def follow(position: int) -> int:
+        return position + number("<I", position)
+
+    batch = follow(field(follow(0), 2))
+    if message.type == "dictionary":
+        batch = follow(field(batch, 1))
+    if not field(batch, 3):  # compression
+        return 0
+    buffers = follow(field(batch, 2))
+    spans = [struct.unpack_from("<qq", header, buffers + 4 + 16 * one) for one in range(number("<I", buffers))]
+    return sum(max(0, struct.unpack_from("<q", message.body, start)[0]) for start, length in spans if length)

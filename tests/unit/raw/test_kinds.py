@@ -1,0 +1,351 @@
+"""Kinds of raw data that mislead, in every format: guesses, rules, names, and files that cost more than they seem to.
+
+A rule of helpers/docs/DATA.md is one row of a table here, and each runs over all readers.
+"""
+
+import io
+import json
+import os
+import random
+import resource
+import signal
+import struct
+import tarfile
+import unicodedata
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers import storage
+from helpers.config import PreprocessingConfig
+from helpers.raw import inputs, readers
+from tests.raw_data import (
+    as_arrow,
+    found,
+    good,
+    hugging_face,
+    image,
+    job_rows,
+    refusal,
+    rows_of,
+    table,
+    tar_of,
+    write,
+)
+
+FORMATS = ("parquet", "arrow", "webdataset", "metadata.jsonl", "metadata.csv", "side-cars")
+IMAGE = image()
+
+
+def files_of(rows, kind, name="a"):
+    """{name: data} of `[{column: text or None}]` in a format; an image stands beside each row."""
+    images = {f"{name}{number}.png": IMAGE for number in range(len(rows))}
+    present = [{key: value for key, value in row.items() if value is not None} for row in rows]
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    if kind in ("parquet", "arrow"):
+        columns = {key: pa.array([row.get(key) for row in rows], pa.string()) for key in names}
+        data = pa.table({"jpg": [IMAGE] * len(rows), **columns})
+        return {f"{name}.{kind}": data if kind == "parquet" else as_arrow(data, batch_rows=3)}
+    if kind == "metadata.csv":
+        fields = [[file, *(row.get(key) or "" for key in names)] for file, row in zip(images, rows, strict=True)]
+        lines = [
+            ",".join(json.dumps(one, ensure_ascii=False) for one in line) for line in [["file_name", *names], *fields]
+        ]
+        return {f"{name}/metadata.csv": "\n".join(lines), **{f"{name}/{file}": IMAGE for file in images}}
+    texts = {file: json.dumps({"file_name": file, **row}) for file, row in zip(images, present, strict=True)}
+    if kind == "metadata.jsonl":
+        return {f"{name}/metadata.jsonl": "\n".join(texts.values()), **{f"{name}/{file}": IMAGE for file in images}}
+    beside = {file.replace(".png", ".json"): json.dumps(row) for file, row in zip(images, present, strict=True)}
+    members = {
+        key: data for file in images for key, data in ((file, IMAGE), (file[:-3] + "json", beside[file[:-3] + "json"]))
+    }
+    return {f"{name}.tar": tar_of(members)} if kind == "webdataset" else members
+
+
+# ---- guesses (K1)
+
+VALUES = st.sampled_from([None, "", " ", "x", "y"])
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data(), st.sampled_from(FORMATS))
+def test_later_rows_may_contradict_the_first(tmp_path_factory, data, kind):
+    """Of random tables of nulls and empty texts, each row has the first filled caption, and its own id or one made."""
+    files, expected = {}, {}
+    for number in range(data.draw(st.integers(1, 6))):
+        size = data.draw(st.integers(1, 5))
+        names = data.draw(st.lists(st.sampled_from(["caption", "text", "txt"]), min_size=1, unique=True))
+        filler = data.draw(st.sampled_from([0, 70]))  # rows before those that differ
+        rows = [{"caption": "usual", "key": f"{number}-{row}"} for row in range(filler)]
+        has_ids = data.draw(st.booleans())
+        for row in range(size):
+            one = {name: data.draw(VALUES) for name in names}
+            rows.append(one | ({"key": data.draw(st.sampled_from([None, f"{number}+{row}"]))} if has_ids else {}))
+        files |= files_of(rows, kind, f"f{number}")
+        for row in rows:
+            texts = [row[name] for name in ("caption", "text", "txt") if (row.get(name) or "").strip()]
+            expected.setdefault(row.get("key"), []).append(texts)
+    path = write(tmp_path_factory.mktemp("d"), **files)
+    try:
+        got = job_rows(path)
+    except (ValueError, FileNotFoundError) as error:
+        assert "caption" in str(error)  # the first files have no column of captions
+        return
+    num_rows = sum(map(len, expected.values()))
+    assert len(got) == num_rows and not any(reason == "no id" for _, reason in got.values())
+    for key, (caption, reason) in got.items():
+        wanted = expected.get(key, expected.get(None, []))
+        assert any(caption in texts if texts else reason for texts in wanted), (key, caption, reason)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_ids_and_captions_that_end_are_made_and_taken_from_the_next_column(tmp_path, kind):
+    rows = [{"key": str(n) if n < 70 else None, "caption": "a" if n < 70 else "", "text": "b"} for n in range(75)]
+    rows_read = rows_of(write(tmp_path / "d", **files_of(rows, kind)))
+    assert sorted(caption for caption, _ in rows_read.values()) == ["a"] * 70 + ["b"] * 5
+    assert len(rows_read) == 75 and {str(n) for n in range(70)} < set(rows_read)
+    assert not any(reason for _, reason in rows_read.values())
+
+
+def test_whole_numbers_are_text_where_some_ids_must_be_made(tmp_path):
+    for name, ids, kind in (("whole", [1, 2], pa.int64()), ("gap", [1, None], pa.string())):
+        path = write(tmp_path / name, **{"a.parquet": table(id=ids).drop_columns("hash")})
+        given = found(path)
+        assert inputs.id_type_of(given.paths, given.config) == kind
+    write(tmp_path / "whole", **{"b.parquet": table().drop_columns("hash")})  # as in a later file without ids
+    assert set(rows_of(tmp_path / "whole")) == {"1", "2", "b.parquet:0", "b.parquet:1"}
+
+
+def test_captions_that_begin_late_are_found(tmp_path):
+    members = {
+        f"{n:03d}.{end}": data
+        for n in range(90)
+        for end, data in (("png", IMAGE), ("txt", "a"))
+        if n > 79 or end == "png"
+    }
+    path = write(tmp_path / "t", **{"a.tar": tar_of(members)})
+    reasons = [reason for _, reason in rows_of(path).values()]
+    assert reasons == ["no caption"] * 80 + [""] * 10
+    folders = {f"{n}/a.{end}": data for n in range(6) for end, data in (("png", IMAGE), ("json", "{}"))}
+    assert sum(not reason for _, reason in rows_of(write(tmp_path / "f", **folders, **{"5/a.txt": "a"})).values()) == 1
+
+
+# ---- content, not names (K2)
+
+
+def test_files_that_a_format_says_are_dead_are_not_read(tmp_path):
+    log = {"t/_delta_log/0.json": "{}", "t/a.parquet": table(), "t/part=1/b.parquet": table()}
+    path = write(tmp_path / "d", **log)
+    for uri in (path, path / "t", path / "t/*.parquet", path / "t/part=1", path / "t/a.parquet"):
+        assert "holds a Delta table" in refusal(uri)
+    shards = {f"{n}.arrow": as_arrow(hugging_face([n])) for n in range(3)}
+    path = write(tmp_path / "s", **shards, **{"state.json": '{"_data_files": [{"filename": "1.arrow"}]}'})
+    assert rows_of(path) == {"1.arrow:0": ("a cat 1", "")}
+
+
+def test_what_two_links_lead_to_is_read_once_and_the_storage_is_no_input(tmp_path):
+    path = write(tmp_path / "d", **{"2024/a.parquet": table()})
+    os.symlink("2024", path / "latest")
+    os.symlink("2024/a.parquet", path / "b.parquet")
+    assert rows_of(path) == good("a", "b")
+    own = PreprocessingConfig(storage=str(path / "out"), input_uri=str(path), resolutions=[32])
+    before = inputs.walk_input(own)
+    write(path, **{"out/latents/data/0.parquet": table()})
+    assert inputs.walk_input(own) == before
+
+
+def test_splits_that_are_read_together_are_said(tmp_path):
+    path = write(tmp_path / "d", **{"train/a.parquet": table(), "data/test-0.parquet": table("34")})
+    assert "test and train are read together" in str(found(path).columns)
+
+
+# ---- rules (K4)
+
+RULES = {
+    "NaN": (float("nan"), ("", "no caption")),
+    "nothing that is seen": ("\u200b\u3164\u2800\ufe0f", ("", "empty caption")),
+    "filled with NUL": ("a cat\0\0\0", ("a cat", "")),
+    "byte order mark": ("\ufeffa cat", ("a cat", "")),
+    "too long": ("x" * 70_000, ("", "caption of more than 65536 bytes")),
+    "a list": (["", "a cat", "b"], ("a cat", "")),
+    "private use": ("\ue000", ("\ue000", "")),
+}
+BY_TYPE = {"NaN": ("metadata.csv", "parquet", "arrow"), "a list": ("metadata.csv", "parquet", "arrow")}  # not there
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_holds_in_each_reader(tmp_path, kind, rule):
+    value, expected = RULES[rule]
+    if kind in BY_TYPE.get(rule, ()) or (kind == "metadata.csv" and "\0" in str(value)):
+        pytest.skip("the format has no such value")
+    rows = [{"key": "odd", "caption": value}, {"key": "usual", "caption": "b"}]
+    got = job_rows(write(tmp_path / "d", **files_of(rows, kind)))
+    assert got["odd"] == expected and got["usual"] == ("b", "")
+
+
+def test_two_columns_of_one_name_are_refused_in_each_reader(tmp_path):
+    twice = pa.Table.from_arrays([*table().columns, ["c", "d"]], [*table().column_names, "caption"])
+    for name, data in (("a.parquet", twice), ("a.arrow", as_arrow(twice)), ("metadata.csv", "file_name,text,text\n")):
+        assert "has several columns called" in refusal(write(tmp_path / name, **{name: data}))
+
+
+@pytest.mark.parametrize("text", ['[{"file_name": "0.png", "text": "a"}]', '{\n"file_name": "0.png",\n"text": "a"\n}'])
+def test_json_that_is_no_json_lines_is_refused(tmp_path, text):
+    assert "holds no JSON Lines" in refusal(write(tmp_path / "d", **{"metadata.jsonl": text, "0.png": IMAGE}))
+
+
+def test_texts_may_be_called_after_the_whole_name_of_an_image(tmp_path):
+    path = write(tmp_path / "d", **{"a.png": IMAGE, "a.png.txt": "a", "b.png": IMAGE, "b.png.json": '{"text": "b"}'})
+    assert rows_of(path) == {"a.png": ("a", ""), "b.png": ("b", "")}
+
+
+# ---- names (K5)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=20),
+    st.sampled_from(FORMATS),
+)
+def test_any_name_and_caption_goes_through_every_reader(tmp_path_factory, name, kind):
+    path = tmp_path_factory.mktemp("d")
+    caption = f"{name} cat"
+    got = job_rows(
+        write(path, **files_of([{"key": "1", "caption": caption}], kind, f"x{name}y" if kind != "webdataset" else "x"))
+    )
+    assert list(got.values()) == [(readers.as_caption(caption.encode()), "")]
+
+
+def test_both_forms_of_unicode_are_one_name(tmp_path):
+    composed, apart = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+    path = write(tmp_path / "t", **{"metadata.csv": f"file_name,text\n{composed}.png,a\n", f"{apart}.png": IMAGE})
+    assert rows_of(path) == {"metadata.csv:0": ("a", "")}
+    path = write(tmp_path / "s", **{f"{composed}.png": IMAGE, f"{apart}.txt": "a"})
+    assert list(rows_of(path).values()) == [("a", "")]
+
+
+def test_ranges_in_braces_and_folders_that_may_not_be_opened(tmp_path, monkeypatch):
+    path = write(tmp_path / "t", **{f"{n:05d}.tar": tar_of({f"{n}.png": IMAGE, f"{n}.txt": "a"}) for n in range(4)})
+    assert set(rows_of(f"{path}/{{00001..00002}}.tar")) == {"00001.tar:0", "00002.tar:0"} or set(
+        rows_of(f"{path}/{{00001..00002}}.tar")
+    ) == {"1", "2"}
+    (path / "lost+found").mkdir()
+    scan = os.scandir
+
+    def refuse(folder):
+        if str(folder).endswith("lost+found"):
+            raise PermissionError(13, "Permission denied", folder)
+        return scan(folder)
+
+    monkeypatch.setattr(storage.os, "scandir", refuse)
+    assert len(job_rows(path)) == 4
+
+
+# ---- cost (K6)
+
+
+def header(name, size, kind=tarfile.REGTYPE):
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    data = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    data[124:136] = b"\xff" * 4 + struct.pack(">q", size) if size < 0 else b"\x80" + bytes(3) + struct.pack(">q", size)
+    data[148:156] = b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data)
+    return bytes(data)
+
+
+ROW = tar_of({"0.png": IMAGE, "0.txt": "a"})
+END = bytes(1024)
+LARGE = pa.array([0] * 64, pa.int32())
+COSTLY = {
+    "negative.tar": header("1.png", -512) + ROW,
+    "negative-pax.tar": header("x", 22, tarfile.XHDTYPE) + b"22 size=-100000000000\n".ljust(512, b"\0") + ROW,
+    "huge.tar": header("1.png", 2**62) + ROW,
+    "pax.tar": header("x", 2**40, tarfile.XHDTYPE) + ROW,
+    "longname.tar": header("x", 2**40, tarfile.GNUTYPE_LONGNAME) + ROW,
+    "many-pax.tar": (header("x", 0, tarfile.XHDTYPE) * 3000) + ROW,
+    "empty.tar": b"".join(header(f"{n}.png", 0) for n in range(20_000)) + END,
+    "value.parquet": pa.table({"jpg": [IMAGE] * 64, "caption": pa.DictionaryArray.from_arrays(LARGE, ["x" * 2**25])}),
+    "id.parquet": pa.table(
+        {"jpg": [IMAGE] * 64, "caption": ["a"] * 64, "id": pa.DictionaryArray.from_arrays(LARGE, ["x" * 2**25])}
+    ),
+    "captions.parquet": pa.table({"jpg": [IMAGE] * 64, "caption": [["x"] * 200_000] * 64}),
+    "rows.parquet": pa.table({"jpg": pa.nulls(10**7, pa.binary()), "caption": pa.nulls(10**7, pa.string())}),
+}
+
+
+def limited(call):
+    """What a call gives, or its ValueError or FileNotFoundError; it may take 30 s and half a GiB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def too_late(*_):
+        raise AssertionError("it did not end")
+
+    previous = signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(30)
+    try:
+        return call()
+    except (ValueError, FileNotFoundError) as error:
+        return error
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_what_a_file_costs_is_bounded(tmp_path, name):
+    data, path = COSTLY[name], tmp_path / "d"
+    path.mkdir()
+    if isinstance(data, pa.Table):
+        pq.write_table(data, path / name, compression="zstd", row_group_size=10**7, store_schema=False)
+    else:
+        (path / name).write_bytes(data)
+    assert (path / name).stat().st_size < 2**24
+    got = limited(lambda: job_rows(path))
+    assert name in str(got) if isinstance(got, Exception) else got
+
+
+def test_an_arrow_file_that_unpacks_to_gigabytes_is_refused(tmp_path):
+    rows, data = table(jpg=[bytes(2**27)] * 2), io.BytesIO()
+    with pa.ipc.new_file(data, rows.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as file:
+        file.write_table(rows)
+    path = write(tmp_path / "d", **{"a.arrow": data.getvalue()})
+    del rows
+    assert "a.arrow is not a readable Arrow file" in str(limited(lambda: job_rows(path)))
+
+
+def whole_files():
+    rows = table("1234", caption=["a", "b", "c", "d"])
+    data, packed = io.BytesIO(), pa.BufferOutputStream()
+    pq.write_table(rows, data, compression="zstd")
+    with pa.ipc.new_stream(packed, rows.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as file:
+        file.write_table(rows, max_chunksize=2)
+    lines = "\n".join(json.dumps({"file_name": f"{n}.png", "text": f"cat {n}"}) for n in range(4)).encode()
+    members = {f"{n}.{end}": one for n in range(4) for end, one in (("png", IMAGE), ("txt", "a"), ("json", "{}"))}
+    files = {"a.parquet": data.getvalue(), "a.arrow": packed.getvalue().to_pybytes(), "b.arrow": as_arrow(rows)}
+    return files | {
+        "a.tar": tar_of(members),
+        "metadata.jsonl": lines,
+        "metadata.csv": b"file_name,text\n0.png,a\n1.png,b\n",
+    }
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(sorted(whole_files())), st.integers(0, 2**32), st.integers(0, 8), st.booleans())
+def test_damaged_files_are_read_or_refused_by_name(tmp_path_factory, name, seed, num_flips, is_cut):
+    """Random flips of bits and sizes: rows, or one sentence; no other error, in bounded time and memory."""
+    data, chance = bytearray(whole_files()[name]), random.Random(seed)
+    for _ in range(num_flips):
+        # Half of them at the end: the footers of Parquet and Arrow.
+        where = chance.randrange(len(data)) if chance.random() < 0.5 else -chance.randrange(1, min(len(data), 800))
+        data[where] ^= 1 << chance.randrange(8)
+    if is_cut:
+        del data[chance.randrange(len(data)) :]
+    path = write(tmp_path_factory.mktemp("d"), **{name: bytes(data)}, **{f"{n}.png": IMAGE for n in range(4)})
+    got = limited(lambda: job_rows(path, input_format="imagefolder" if "metadata" in name else "auto"))
+    assert str(path) in str(got) or "input_uri" in str(got) if isinstance(got, Exception) else isinstance(got, dict)
