@@ -133,10 +133,7 @@ def glob_pattern(path: str) -> re.Pattern:
         first, last = found.groups()
         return "|".join(str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)[:MOST_NUMBERS])
 
-    try:
-        escaped = glob_translate(path)
-    except ValueError as error:
-        raise ValueError(f"input_uri={path!r}: {error}.") from None
+    escaped = glob_translate(re.sub(r"(?<=[^/])\*\*+|\*\*+(?=[^/])", "*", path))
     return re.compile(re.sub(r"\\{(\d+)\\.\\.(\d+)\\}", lambda found: f"(?:{numbers(found)})", escaped))
 
 

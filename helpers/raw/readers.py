@@ -155,14 +155,7 @@ class Parquet(Reader):
         """All rows, or those of some row groups, a few at a time, because a row group may be larger than memory."""
         with self.open(path) as file:
             for group in range(file.metadata.num_row_groups) if groups is None else groups:
-                first = 0
-                for batch in batches(file, group, columns):
-                    table, rows = pa.Table.from_batches([batch]), np.arange(first, first + len(batch), dtype=np.int32)
-                    where = {GROUP: np.full_like(rows, group), ROW: rows}
-                    for name in (name for name in self.location if name in columns):
-                        table = table.append_column(name, pa.array(where[name]))
-                    yield table
-                    first += len(batch)
+                yield from batches(file, group, columns)
 
     def read_rows(self, path: str, pieces: Iterable[pa.Table], columns: Sequence[str]) -> Iterator[pa.Table]:
         """The rows of each of `pieces`: some rows of one row group, in rising order, by `location`.
@@ -177,21 +170,23 @@ class Parquet(Reader):
                     first += len(batch)
                     if first > rows[-1]:
                         break
-                yield pa.Table.from_batches(found)
+                yield pa.concat_tables(found)
 
 
-def batches(file: PlainParquetFile, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Columns of a row group, `GROUP_ROWS` at a time; nulls for those that the file lacks.
+def batches(file: PlainParquetFile, group: int, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """Columns of a row group, `GROUP_ROWS` at a time, with `GROUP` and `ROW`; nulls for those that the file lacks.
 
     After a large batch, unused memory goes back to the system: Arrow's pool may keep that of each batch before it.
     """
-    stored = [name for name in columns if name in file.schema_arrow.names]
-    missing = [name for name in columns if name not in stored and name not in (GROUP, ROW)]
+    stored, first = [name for name in columns if name in file.schema_arrow.names], 0
     check_chunks(file.metadata.row_group(group), stored)
     for batch in file.iter_batches(batch_size=GROUP_ROWS, row_groups=[group], columns=stored, use_threads=False):
-        for name in missing:
-            batch = batch.append_column(name, pa.nulls(len(batch)))
-        yield batch
+        table, rows = pa.Table.from_batches([batch]), np.arange(first, first + len(batch), dtype=np.int32)
+        added = {GROUP: np.full_like(rows, group), ROW: rows}
+        for name in (name for name in columns if name not in stored):
+            table = table.append_column(name, pa.array(added[name]) if name in added else pa.nulls(len(batch)))
+        yield table
+        first += len(batch)
         if batch.nbytes > LARGE_BATCH_BYTES:
             pa.default_memory_pool().release_unused()
 

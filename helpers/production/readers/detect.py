@@ -169,17 +169,12 @@ def choose_format(listing: dict[str, int], kinds: dict[str, str], input_uri: str
     if TAR in kinds.values():
         return "webdataset", "the format that is there"
     has, num_images = inputs.count_suffixes(listing), sum(kind == IMAGE for kind in kinds.values())
-    if inputs.is_named(input_uri) and num_images:
-        raise FileNotFoundError(
-            f"input_uri={input_uri!r} names images, whose captions are looked for in folders: give "
-            f"{inputs.base_folder(input_uri)!r}."
-        )
-    if inputs.is_named(input_uri) and listing:
+    if inputs.is_named(input_uri) and listing and not num_images:
         return "parquet", "as the names do not tell"
     if num_images:
         raise FileNotFoundError(
-            f"input_uri={input_uri!r} holds {num_images:,} images without captions (it has {has}): write each one's "
-            "caption to a file beside it (a.txt for a.jpg), or name it in a metadata.csv (file_name, text)."
+            f"input_uri={input_uri!r} holds {num_images:,} images without captions (it has {has}): give a "
+            "folder in which each has its caption beside it (a.txt for a.jpg) or in a metadata.csv (file_name, text)."
         )
     raise FileNotFoundError(
         f"input_uri={input_uri!r} holds no captioned images (it has {has}): give a folder of images with captions, "

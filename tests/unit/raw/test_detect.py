@@ -273,7 +273,9 @@ def test_names_that_lead_nowhere_are_refused_if_the_format_would_read_them(tmp_p
     assert rows_of(path) == good("a", "b")
     os.symlink("not-fetched", path / "b.parquet")
     assert "b.parquet is a link that leads nowhere" in refusal(path)
-    assert "whose captions are looked for in folders" in refusal(f"{write(tmp_path / 'k', **captioned('1'))}/*.jpg")
+    assert "give a folder in which each has its caption beside it" in refusal(
+        f"{write(tmp_path / 'k', **captioned('1'))}/*.jpg"
+    )
 
 
 def test_the_core_names_what_is_left_open(tmp_path):

@@ -3,6 +3,7 @@
 A rule of helpers/docs/DATA.md is one row of a table here, and each runs over all readers.
 """
 
+import csv
 import io
 import json
 import os
@@ -51,10 +52,9 @@ def files_of(rows, kind, name="a"):
         return {f"{name}.{kind}": data if kind == "parquet" else as_arrow(data, batch_rows=3)}
     if kind == "metadata.csv":
         fields = [[file, *(row.get(key) or "" for key in names)] for file, row in zip(images, rows, strict=True)]
-        lines = [
-            ",".join(json.dumps(one, ensure_ascii=False) for one in line) for line in [["file_name", *names], *fields]
-        ]
-        return {f"{name}/metadata.csv": "\n".join(lines), **{f"{name}/{file}": IMAGE for file in images}}
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([["file_name", *names], *fields])
+        return {f"{name}/metadata.csv": text.getvalue(), **{f"{name}/{file}": IMAGE for file in images}}
     texts = {file: json.dumps({"file_name": file, **row}) for file, row in zip(images, present, strict=True)}
     if kind == "metadata.jsonl":
         return {f"{name}/metadata.jsonl": "\n".join(texts.values()), **{f"{name}/{file}": IMAGE for file in images}}
