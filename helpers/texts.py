@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import re
 
 # Control characters, of which terminals make commands; marks that reorder a line; halves of characters.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-MARKDOWN = re.compile(r"[\\`*{}\[\]|~$#!]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is only that
+MARKDOWN = re.compile(r"[\\`*{}\[\]<>&|~$#!]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is only that
 
 
 def printable(text: object) -> str:
@@ -23,4 +22,4 @@ def csv_cell(text: object) -> str:
 
 def markdown_cell(text: object) -> str:
     """For a cell of a Markdown table."""
-    return MARKDOWN.sub(r"\\\g<0>", html.escape(" ".join(printable(text).split()), quote=False))
+    return MARKDOWN.sub(r"\\\g<0>", " ".join(printable(text).split()))

@@ -46,7 +46,7 @@ TEXTS = ("txt", "caption", "json")
 CAPTIONS = ("caption", "text", "txt")  # usual names of columns of captions
 NOT_UTF8 = "\0caption is not UTF-8"  # stands in place of a caption, and says why it cannot be used
 MAX_BYTES = 2**28  # of one image; a larger one is not read
-MAX_CHUNK_BYTES, MAX_RATIO = 2**22, 50  # of a Parquet column: bytes that it may unpack to, or that many times its own
+MAX_CHUNK_BYTES, MAX_RATIO = 2**22, 100  # that a column may unpack to: bytes, or bytes for each of its bytes and rows
 MAX_TEXT_BYTES = 2**22  # of one text or JSON; a larger one is not read
 MAX_CAPTION_BYTES = 2**16
 MAX_NAME_BYTES = 2**20  # of a tar's members that are no files
@@ -56,6 +56,7 @@ GROUP_ROWS = schema.ROWS_PER_ROW_GROUP  # for formats without row groups, see `s
 
 
 DAMAGES = (pa.ArrowException, tarfile.TarError, OSError, KeyError, OverflowError, RecursionError, MemoryError)
+DAMAGES += (UnicodeDecodeError,)  # of a name of a column
 
 
 class Unreadable(ValueError):
@@ -149,6 +150,8 @@ class Parquet(Reader):
             groups = list(map(file.metadata.row_group, range(file.metadata.num_row_groups)))
             for group in groups:
                 check_chunks(group, list(self.types))
+                if group.num_rows > sum(group.column(one).total_compressed_size for one in range(group.num_columns)):
+                    raise pa.ArrowInvalid(f"{group.num_rows:,} rows in fewer bytes")
             return [group.num_rows for group in groups]
 
     def stream(self, path: str, columns: Sequence[str], groups: Sequence[int] | None = None) -> Iterator[pa.Table]:
@@ -205,12 +208,10 @@ def may_be_null(field: pa.Field, footer: pq.FileMetaData) -> bool:
 
 
 def check_chunks(group: pq.RowGroupMetaData, columns: Sequence[str]) -> None:
-    """Raises ArrowInvalid if a row group claims more rows than bytes, or if a column unpacks to far more bytes."""
-    found = chunks(group, columns)
-    if found and group.num_rows > sum(one.total_compressed_size for one in found):
-        raise pa.ArrowInvalid(f"{group.num_rows:,} rows in fewer bytes")
-    for one in found:
-        if one.total_uncompressed_size > max(MAX_CHUNK_BYTES, MAX_RATIO * one.total_compressed_size):
+    """Raises ArrowInvalid if a column of a row group unpacks to far more bytes than its rows may need."""
+    for one in chunks(group, columns):
+        most = max(MAX_CHUNK_BYTES, MAX_RATIO * (one.total_compressed_size + group.num_rows))
+        if one.total_uncompressed_size > most:
             raise pa.ArrowInvalid(f"{one.path_in_schema!r} unpacks to {one.total_uncompressed_size:,} bytes")
 
 

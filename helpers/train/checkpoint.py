@@ -164,33 +164,27 @@ class Saver:
 def restore(train_step: TrainStep, resume_point: Callable[[], dict[str, Any]]) -> int:
     """Load the resume point's checkpoint, else the weights of `init_from`; returns the steps done. On all ranks."""
     config = train_step.config
-
-    def to_resume() -> ray.train.Checkpoint | None:
-        uri = resume_point()["checkpoint"]
-        return uri and run_folder.as_checkpoint(uri)
-
-    with checkpoint_dir(to_resume) as folder:
+    with checkpoint_dir(lambda: resume_point()["checkpoint"]) as folder:
         if folder:
             return load(folder, train_step)
     if config.init_from:
         runs_uri = storage.join(config.storage, "runs")
         find = functools.partial(find_weights, config.init_from, config.unet_config, runs_uri)
         # Each node downloads a checkpoint once, and its processes take turns to download a hub id.
-        on_hub = is_hub_id(config.init_from)
-        weights = contextlib.nullcontext(find()) if on_hub else checkpoint_dir(lambda: run_folder.as_checkpoint(find()))
-        with weights as folder:
+        with contextlib.nullcontext(find()) if is_hub_id(config.init_from) else checkpoint_dir(find) as folder:
             load_initial_weights(folder, train_step.denoiser, config.init_weights)
     return 0
 
 
 @contextlib.contextmanager
-def checkpoint_dir(find: Callable[[], ray.train.Checkpoint | None]) -> Iterator[str | None]:
-    """The local folder of the checkpoint that `find()` returns on rank 0; None without one. Call it on all ranks.
+def checkpoint_dir(find: Callable[[], str | None]) -> Iterator[str | None]:
+    """The local folder of the checkpoint whose URI `find()` returns on rank 0; None without one. Call it on all ranks.
 
-    Rank 0 broadcasts the checkpoint: all ranks load the same one, and each node downloads it once.
+    Rank 0 broadcasts the checkpoint: all ranks load the same one, and each node downloads it once, because Ray Train
+    names the local folder after this object, not after the URI.
     """
-    found = find() if distributed.rank() == 0 else None
-    found = ray.train.collective.broadcast_from_rank_zero(found)
+    uri = find() if distributed.rank() == 0 else None
+    found = ray.train.collective.broadcast_from_rank_zero(uri and run_folder.as_checkpoint(uri))
     if found is None:
         yield None
         return
@@ -414,7 +408,7 @@ def weight_files(folder: str) -> list[str]:
     index, single = storage.join(folder, f"{WEIGHTS}.index.json"), storage.join(folder, WEIGHTS)
     if storage.exists(index):
         names = storage.read_json(index, "get it again", shape={"weight_map": dict})["weight_map"].values()
-        return [storage.join(folder, storage.name(name)) for name in sorted(set(names))]
+        return sorted({storage.join(folder, storage.name(str(name))) for name in names})
     return [single] if storage.exists(single) else []
 
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import platform
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -48,7 +47,7 @@ def training_config(parameters: dict[str, Any]) -> TrainingConfig:
         pinned = pin_weights(config.init_from, begun.get("init_from"), runs_uri)
         config = dataclasses.replace(config, init_from=pinned)
     if earlier:
-        check_resume(config, earlier)
+        check_resume(config, begun, earlier.get("denoiser"))
     return config
 
 
@@ -147,19 +146,24 @@ def refuse(config: TrainingConfig, data: DataSets, checks: Sequence[Check]) -> N
             raise ValueError(" ".join(problems))
 
 
-def check_resume(config: TrainingConfig, earlier: dict[str, Any]) -> None:
-    """Raises ValueError, naming the parameter, if a fixed one or the denoiser differs from the run's `config.json`.
+def check_resume(config: TrainingConfig, begun: dict[str, Any], denoiser: dict[str, Any] | None = None) -> None:
+    """Raises ValueError, naming the parameter, if a fixed one differs from `begun`, the run's parameters so far.
 
     With a constant learning rate, `max_steps` may grow, as no earlier step depends on it.
+
+    `denoiser`: the configuration that the run began with, of which its `unet_config` names the file; None: not known.
     """
-    now, begun = config.fixed("rows", "latents", "run"), earlier["parameters"]
+    now = config.fixed("rows", "latents", "run")
     if config.lr_schedule == "constant" and config.max_steps > begun.get("max_steps", config.max_steps):
         begun = {**begun, "max_steps": config.max_steps}
-    remedy = "set it back to resume the run, or give another run_name"
-    refuse_change(f"run_name={config.run_name!r}", begun, now, remedy, names=now)
-    denoiser = denoisers.load_denoiser_config(config.unet_config)
-    what = f"run_name={config.run_name!r} with unet_config={config.unet_config!r}"
-    refuse_change(what, earlier.get("denoiser", denoiser), denoiser, "restore that file, or give another run_name")
+    what, remedy = f"run_name={config.run_name!r}", "set it back to resume the run, or give another run_name"
+    refuse_change(what, begun, now, remedy, names=now)
+    if denoiser is not None:
+        found, what = (
+            denoisers.load_denoiser_config(config.unet_config),
+            f"{what} with unet_config={config.unet_config!r}",
+        )
+        refuse_change(what, denoiser, found, "restore that file, or give another run_name")
 
 
 def check_same_data(config: TrainingConfig, before: list[dict], now: list[dict]) -> None:
@@ -188,7 +192,7 @@ def open_run(config: TrainingConfig, checks: Sequence[Check] = CHECKS, guard: Gu
     refuse(config, data, checks)
     described = describe_data(data)
     if earlier := read_earlier(config):
-        check_resume(config, earlier)
+        check_resume(config, earlier["parameters"], earlier.get("denoiser"))
         check_same_data(config, earlier["data"], described)
     if guard:
         guard.check()
@@ -201,7 +205,6 @@ def open_run(config: TrainingConfig, checks: Sequence[Check] = CHECKS, guard: Gu
         "data": described,
         "shapes": describe_shapes(plan_run(data, config)),
         "versions": {"python": platform.python_version(), **versions},
-        "git_revision": git_revision(),
     }
     storage.write_json(storage.join(config.run_uri, "config.json"), content)
     return data
@@ -262,12 +265,3 @@ def describe_shapes(plan: Plan) -> list[dict]:
         }
         for shape, steps in zip(plan.shapes, plan.shape_steps, strict=True)
     ]
-
-
-def git_revision() -> str | None:
-    """The commit of the current folder; None outside of a repository."""
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()

@@ -155,6 +155,13 @@ def first_weights_fit(config: TrainingConfig, data: DataSets) -> Iterator[str]:
         parameters, vae = begun["parameters"], begun["data"][0]
         theirs = begun.get("denoiser") or denoisers.load_denoiser_config(parameters["unet_config"])
         objective, is_other = parameters["prediction_type"], parameters["zero_terminal_snr"] != config.zero_terminal_snr
+        encoder = vae.get("encoder", {})
+        if all(encoder.get(name) != manifest.encoder.get(name) for name in ("model", "revision")):
+            yield (
+                f"{given} was trained on latents of {encoder.get('model')!r}, and this data is of "
+                f"{manifest.vae_model!r}: encode the data with that model, or, if both hold the same VAE, start from "
+                "the pipeline that the run exported."
+            )
     else:
         theirs, pipeline = storage.read_json(storage.join(folder, "config.json")), folder.rpartition("/")[0]
         objective, is_other = objective_of_pipeline(pipeline, config)

@@ -118,8 +118,7 @@ def test_parquet_and_arrow_files_are_opened_in_one_place():
     """A module that opens them in another way must use `latents.parquet`, or be listed here with the reason."""
     known = {
         ("helpers.latents.parquet", "ParquetFile"),  # the place
-        ("helpers.production.readers.arrow", "open_file"),  # Arrow files, whose types are checked there
-        ("helpers.production.readers.arrow", "open_stream"),
+        ("helpers.production.readers.arrow", "open_stream"),  # Arrow files, whose types are checked there
     }
     openers = {"ParquetFile", "ParquetDataset", "read_table", "read_schema", "read_metadata", "read_pandas"}
     openers |= {"read_parquet", "read_feather", "open_stream", "open_file", "RecordBatchFileReader", "dataset"}

@@ -17,7 +17,8 @@ from helpers.train import checkpoint, run_folder, start
 from tests.steps import MIDDLE, STEPS, everything, same, save, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-DATA = [{"written": 48, "files_crc32": 7, "proportion": 1.0, "made_with": {}}]
+ENCODER = {"model": "tiny-sd", "revision": "1"}
+DATA = [{"written": 48, "encoder": ENCODER, "files_crc32": 7, "proportion": 1.0, "made_with": {}}]
 BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 CONSTANT = {"lr_schedule": "constant", "warmup_steps": 2}
 
@@ -54,7 +55,7 @@ def checkpoint_of(first):
 def test_a_run_with_a_constant_rate_may_grow_and_is_bitwise_the_longer_one(first, build_step, rows):
     config, _, lines, at_end = first
     grown = dataclasses.replace(config, max_steps=STEPS)
-    start.check_resume(grown, start.read_earlier(config))
+    start.check_resume(grown, start.read_earlier(config)["parameters"])
     point = run_folder.choose_resume_point(grown.run_uri)
     assert point == {"checkpoint": checkpoint_of(first), "step": MIDDLE}
     state = build_step(**grown.to_dict())
@@ -76,13 +77,12 @@ def test_a_run_whose_denoisers_file_has_changed_is_refused_by_name(first, tmp_pa
     values = load_denoiser_config(config.unet_config)
     path.write_text(json.dumps({**values, "act_fn": "gelu"}))
     changed = dataclasses.replace(config, unet_config=str(path))
-    earlier = {"parameters": changed.to_dict(), "denoiser": values}
     with pytest.raises(
         ValueError, match=r"unet_config='.*mine.json' was begun with act_fn='silu', not 'gelu': restore"
     ):
-        start.check_resume(changed, earlier)
+        start.check_resume(changed, changed.to_dict(), values)
     path.write_text(json.dumps(values))
-    start.check_resume(changed, earlier)
+    start.check_resume(changed, changed.to_dict(), values)
 
 
 def test_a_warm_up_as_long_as_the_run_is_said(second, monkeypatch):
@@ -104,12 +104,12 @@ def test_paths_of_models_and_runs_are_resolved_as_other_paths(first, second, tmp
 
 
 def test_max_steps_grows_with_a_constant_rate_only(second):
-    begun = {"parameters": second(max_steps=50, lr_schedule="cosine").to_dict()}
+    begun = second(max_steps=50, lr_schedule="cosine").to_dict()
     for now in ({"max_steps": 60, "lr_schedule": "cosine"}, {"max_steps": 40}, {"max_steps": 60}):
         with pytest.raises(ValueError, match="begun with (max_steps=50|lr_schedule='cosine')"):
             start.check_resume(second(**now), begun)
     with pytest.raises(ValueError, match="begun with max_steps=50, not 40"):
-        start.check_resume(second(max_steps=40), {"parameters": second(max_steps=50).to_dict()})
+        start.check_resume(second(max_steps=40), second(max_steps=50).to_dict())
 
 
 # ---- init_from
@@ -126,9 +126,10 @@ def published(tmp_path_factory, recipe):
     return folder, unet.state_dict()
 
 
-def check(config):
+def check(config, encoder=ENCODER):
     """Raises ValueError as `monitor.open_run` does."""
-    data = DataSets({"": types.SimpleNamespace(scaling_factor=0.18215, shift_factor=0.0)}, {"": 1.0})
+    manifest = types.SimpleNamespace(scaling_factor=0.18215, shift_factor=0.0, encoder=encoder, vae_model="tiny-sd")
+    data = DataSets({"": manifest}, {"": 1.0})
     start.refuse(config, data, [training.first_weights_fit])
 
 
@@ -240,6 +241,9 @@ def test_another_vae_is_refused(published, second, tmp_path):
     storage.write_json(folder / "vae" / "config.json", {"scaling_factor": 0.13025})
     with pytest.raises(ValueError, match=r"latents of a VAE with scaling_factor=0.13025, and this data's has 0.18215"):
         check(second(init_from=str(folder)))
+    check(second(init_from="first"), encoder={**ENCODER, "revision": "another commit of the same model"})
+    with pytest.raises(ValueError, match="^init_from='first' was trained on latents of 'tiny-sd', and this data is of"):
+        check(second(init_from="first"), encoder={"model": "org/other", "revision": "2"})
 
 
 def test_the_step_of_another_run_is_pinned_when_a_run_begins(first, second):
