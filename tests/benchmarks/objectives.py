@@ -1,12 +1,12 @@
 """What each part of the lesson's objective gains: the plain noise loss, then one difference at a time.
 
-    python -m tests.benchmarks.objectives [--seeds 3] [--steps 400 2000] [--prompts 295] [--threads 2] [--pictures FOLDER]
+    python -m tests.benchmarks.objectives [--seeds 3] [--steps 400 2000] [--prompts 295] [--threads 2] [--pictures DIR]
 
-Four objectives, each with one change more than the one before: epsilon, v, min-SNR weights, importance sampling of the
-timesteps. All else is the lesson's recipe: 6,000 drawn images, the same rows, first weights and noise for each seed. Each
-is trained anew for each number of steps, because the learning rate falls to 0 at the end. Then the held-out prompts are
-drawn from the averaged weights, with and without guidance, and from the last weights (20 steps). Printed is the share of
-images that are right in every attribute of their prompt, and the overlap of their shapes.
+Four objectives, each with one change more than the one before: epsilon, v, min-SNR weights, importance sampling of
+timesteps. All else is the lesson's recipe: 6,000 drawn images, and for each seed the same rows, first weights and
+noise. Each is trained anew for each number of steps, because the learning rate falls to 0 at the end. Then it draws the
+held-out prompts from its averaged weights, without guidance and with it, and from its last weights (20 steps). Printed
+is the share of images that are right in every attribute of their prompt.
 
 `--pictures`: a folder for a file for each run, {steps}-{objective}-{seed}.npz, with the first twelve images of each way
 to draw.
@@ -36,6 +36,7 @@ OBJECTIVES = {
         "timestep_sampling": "importance",
     },
 }
+WAYS = ("unguided", "guided", "last weights, guided")
 
 
 def draw(run, denoiser, prompts, guidance):
@@ -46,8 +47,9 @@ def draw(run, denoiser, prompts, guidance):
 def ways_to_draw(run, prompts):
     """{way: images} of a trained run."""
     with run.train_step.averaged() as averaged:
-        images = {"guided": draw(run, averaged, prompts, 2.0), "unguided": draw(run, averaged, prompts, 1.0)}
-    return {**images, "last weights": draw(run, run.train_step.denoiser, prompts, 2.0)}
+        images = [draw(run, averaged, prompts, guidance) for guidance in (1.0, 2.0)]
+    images.append(draw(run, run.train_step.denoiser, prompts, 2.0))
+    return dict(zip(WAYS, images, strict=True))
 
 
 def main():
@@ -75,11 +77,12 @@ def main():
                         f"{steps} steps, {name}, {way}, seed {seed}: right {right:.3f}, shape {shape:.3f}", flush=True
                     )
     summary = {}
-    for (steps, name, way), values in found.items():
-        right, shape = zip(*values, strict=True)
-        what = f"{name}, {steps:,} steps, {way}, {given.seeds} seeds, {given.prompts} held-out prompts"
-        spread = f"({min(right):.3f} to {max(right):.3f})"
-        summary[what] = f"right {statistics.mean(right):.3f} {spread}, shape overlap {statistics.mean(shape):.3f}"
+    for steps in given.steps:
+        for name in OBJECTIVES:
+            shares = {way: [right for right, _ in found[steps, name, way]] for way in WAYS}
+            said = [f"{way} {statistics.mean(of):.3f} ({min(of):.3f} to {max(of):.3f})" for way, of in shares.items()]
+            what = f"{name}, {steps:,} steps, {given.seeds} seeds, {given.prompts} held-out prompts: right"
+            summary[what] = "; ".join(said)
     values = {f"{name}, {steps} steps, {way}": scores for (steps, name, way), scores in found.items()}
     record.write("objectives", summary, values=values)
 
