@@ -144,6 +144,8 @@ def load(image: Image.Image, data: bytes, shrink: float = 1) -> tuple[Image.Imag
             ]
             scale = max(fitting, default=1)
             image = load_jpeg(image, data, scale)
+        elif image.format == "PNG":
+            Image.open(io.BytesIO(data)).verify()  # its checksums; decoding stops at the last pixel
         image.load()
         found, profile = to_rgb(image), image.info.get("icc_profile", b"")  # None: Pillow could not unpack it
         found = found if turn is None else found.transpose(turn)

@@ -105,3 +105,9 @@ def test_without_the_token_nobody_joins_a_cluster_or_runs_something_on_it(user):
     status, said = join(owner)
     assert status == 0, said
     assert "alive: 2" in python(owner, "-c", DRIVER)[1]
+
+
+def test_a_path_too_long_for_sockets_leads_to_the_variable(user, tmp_path):
+    """As Slurm's TMPDIR may be."""
+    status, output = python({**user, "RAY_TMPDIR": str(tmp_path / ("x" * 86))}, "-c", LESSON)
+    assert status == 1 and "set RAY_TMPDIR to a short folder" in output

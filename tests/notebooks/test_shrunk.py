@@ -34,7 +34,8 @@ ray_constants.SETUP_WORKER_FILENAME = {preloaded.__file__!r}
 def run(no_shared_cluster, tmp_path_factory):
     """A function that runs a notebook once, after those that it reads from, in a folder with the helpers."""
     folder, done = tmp_path_factory.mktemp("notebooks"), set()
-    (folder / "helpers").symlink_to(ROOT / "helpers")
+    for name in ("helpers", "tests"):
+        (folder / name).symlink_to(ROOT / name)
     startup = folder / "ipython" / "profile_default" / "startup"  # run by each kernel first
     startup.mkdir(parents=True)
     (startup / "preloaded.py").write_text(PRELOADED)
