@@ -120,7 +120,7 @@ def is_named(input_uri: str) -> bool:
 
 def is_glob(input_uri: str) -> bool:
     """Whether a path has wildcards (`WILDCARDS`) and is not the name of a file or folder."""
-    return bool(WILDCARDS.search(input_uri)) and ("://" in input_uri or not storage.exists(input_uri))
+    return bool(WILDCARDS.search(input_uri)) and not storage.exists(input_uri)
 
 
 def glob_pattern(path: str) -> re.Pattern:
