@@ -54,6 +54,6 @@ def test_a_profiles_job_trains_on_ones_own_images_and_does_nothing_else(tmp_path
 def test_a_job_without_latents_ends_with_one_sentence(tmp_path):
     """The executed notebook is saved with the error, and with its traceback folded."""
     with pytest.raises(papermill.PapermillExecutionError) as raised:
-        execute(TRAINING, tmp_path / "executed.ipynb", storage=str(tmp_path / "nothing"))
+        execute(TRAINING, tmp_path / "executed.ipynb", storage=str(tmp_path / "nothing"), sections=[])
     assert "papermill Preprocessing.ipynb" in str(raised.value) and len(str(raised.value).strip().splitlines()) < 8
     assert "<details><summary>Traceback</summary>" in (tmp_path / "executed.ipynb").read_text()
