@@ -137,6 +137,8 @@ def pictures(
     `marks`: what is wrong with each image, "" where nothing is. Below the caption stands a check mark, or a cross and
     what is wrong, in the colour of the frame.
     """
+    if not len(images):
+        return DescribedFigure(0.4).described("No image can be shown.")
     columns = min(columns, len(images))
     side = min(WIDTH / columns, 2.5)
     texts = [wrap(caption, side - 0.15, 6) for caption in captions]

@@ -64,3 +64,9 @@ def test_a_figure_is_a_png_whose_alternative_text_says_what_it_shows(name):
     assert data["image/png"].startswith(b"\x89PNG")
     assert said in metadata["image/png"]["alt"] == data["text/plain"]
     assert plt.get_fignums() == []
+
+
+def test_no_image_at_all_is_a_figure_that_says_so():
+    """As of a sample of raw rows of which none can be decoded."""
+    data, _ = figures.pictures([], [])._repr_mimebundle_()
+    assert data["text/plain"] == "No image can be shown."
