@@ -67,7 +67,7 @@ def print_if_finished(config: TrainingConfig, extras: dict[str, Extra] | None = 
     when = time.strftime("%d %B %Y at %H:%M", time.localtime(written / 1e9))
     print(
         f"Nothing to do: the run {config.run_name} finished its {step:,} steps on {when}. To train anew, set run_name "
-        f'to another name in the first cell, such as "{config.run_name}-2", and run the cells from there.'
+        f'to another name in the cell of parameters, such as "{config.run_name}-2", and run the cells from there.'
     )
     return True
 
