@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from helpers import cluster as session
@@ -20,6 +21,10 @@ from helpers.model import sharding
 from tests import preloaded
 from tests.latents import SHAPES, build_segment
 from tests.object_store.s3_server import S3Server
+
+# Everybody tries the same cases. `--hypothesis-profile default` tries others.
+settings.register_profile("same cases", derandomize=True, database=None, deadline=None)
+settings.load_profile("same cases")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for jobs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)

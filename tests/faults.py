@@ -189,29 +189,6 @@ def loop_with_sick_device(where, inner=train_loop_per_worker):
     return loop
 
 
-def loop_with_slow_parts(seconds):
-    """The worker loop, whose rank 0 takes so long for the first step of the second size, and for each upload."""
-
-    def loop(config, **options):
-        if ray.train.get_context().get_world_rank() == 0:
-            row_losses, copy_folder, sizes = TrainStep.row_losses, storage.copy_folder, set()
-
-            def compile_first(self, unit, step):
-                if sizes and unit.moments.shape not in sizes:
-                    threading.Event().wait(seconds)
-                sizes.add(unit.moments.shape)
-                return row_losses(self, unit, step)
-
-            def copy_slowly(folder, uri):
-                threading.Event().wait(seconds)
-                copy_folder(folder, uri)
-
-            TrainStep.row_losses, storage.copy_folder = compile_first, copy_slowly
-        train_loop_per_worker(config, **options)
-
-    return loop
-
-
 @contextlib.contextmanager
 def simulated_cluster(num_cpus):
     """A Ray cluster on this machine whose head has so many CPUs, to add nodes to; this process is connected to it.

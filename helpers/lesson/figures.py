@@ -100,6 +100,11 @@ def add_legend(target: Axes | Figure, **where: Any) -> None:
     target.legend(frameon=False, fontsize=SMALL, **where)
 
 
+def legend_label(name: str) -> str:
+    """The name of a curve that a user has chosen: matplotlib leaves out a label that is empty or begins with "_"."""
+    return name if name and not name.startswith("_") else f" {name}"
+
+
 def add_note(ax: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
     """Write a small text beside a point, at an `offset` in typographic points."""
     ax.annotate(text, point, offset, textcoords="offset points", fontsize=SMALL, **style)
@@ -299,7 +304,7 @@ def loss_curves(runs: Mapping[str, pd.DataFrame], *, consecutive: bool = False) 
         # Later runs are thinner, so that two which coincide are both seen.
         style = {"color": CYCLE[number % len(CYCLE)], "lw": 1.8 if number else 3.2, "ls": "--" if number else "-"}
         ax.plot(steps, frame["loss"], color=style["color"], alpha=0.25, lw=0.8)
-        ax.plot(steps, curve, label=label, **style)
+        ax.plot(steps, curve, label=legend_label(label), **style)
         over = f"over steps {steps.iloc[0]:,} to {steps.iloc[-1]:,}"
         said.append(f"{label}: from {curve.iloc[0]:.3g} to {curve.iloc[-1]:.3g} {over}")
         if start:
@@ -447,7 +452,7 @@ def timestep_curves(curves: Mapping[str, Any], label: str) -> DescribedFigure:
     ax, said = panels(fig, grid="both"), []
     for name, values in curves.items():
         values = np.asarray(values, np.float64)
-        ax.plot(values, lw=2, label=name)
+        ax.plot(values, lw=2, label=legend_label(name))
         said.append(f"{name} from {values[0]:.2f} at t = 0 to {values[-1]:.2f} at t = {len(values) - 1}")
     ax.set(xlabel="timestep t", ylabel=label, ylim=(0, None))
     add_legend(ax)
@@ -476,7 +481,8 @@ def paired_differences(results: pd.DataFrame, compared: pd.DataFrame) -> Describ
         rows = compared[compared["setting"] == name].set_index("metric").loc[metrics]
         low, middle, high = (100 * rows[column] / rows["baseline"].abs() for column in ("low", "difference", "high"))
         heights = np.arange(len(metrics)) + 0.2 * (number - (len(others) - 1) / 2)
-        right.errorbar(middle, heights, xerr=[middle - low, high - middle], fmt="o", color=color, capsize=3, label=name)
+        style = {"fmt": "o", "color": color, "capsize": 3, "label": legend_label(name)}
+        right.errorbar(middle, heights, xerr=[middle - low, high - middle], **style)
     right.set(yticks=range(len(metrics)), yticklabels=map(drawable, metrics), xlabel=f"difference from {names[0]}, %")
     right.invert_yaxis()
     add_legend(right, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(others))
@@ -498,7 +504,7 @@ def guidance_curve(tables: pd.DataFrame | Mapping[str, pd.DataFrame]) -> Describ
     ax, said = panels(fig, grid="both"), []
     for (name, table), color in zip(tables.items(), itertools.cycle(CYCLE), strict=False):
         points = table.sort_values("guidance_scale")[["guidance_scale", "clip_score", "cmmd"]]
-        ax.plot(points["clip_score"], points["cmmd"], "o-", color=color, label=name)
+        ax.plot(points["clip_score"], points["cmmd"], "o-", color=color, label=legend_label(name))
         for number, (scale, score, value) in enumerate(points.itertuples(index=False)):
             offset = (5, 4) if number % 2 else (-10, -13)  # neighbours on the curve may lie close to each other
             add_note(ax, f"{scale:g}", (score, value), offset)

@@ -36,7 +36,6 @@ from tests.faults import (
     loop_with_cut_off_upload,
     loop_with_nan,
     loop_with_refused_uploads,
-    loop_with_slow_parts,
     once,
     run_driver,
     slow,
@@ -150,14 +149,6 @@ def test_a_run_whose_data_kills_its_reader_each_time_ends_after_max_failures(run
     failures = run_folder.read_failures(config.run_uri)
     assert sum(bool(re.search(r"made no step in 2\d s", failure)) for failure in failures) >= 2
     assert attempts_of(config) == []
-
-
-@slow
-def test_compiling_another_size_and_slow_uploads_are_no_hang(run):
-    """A worker of a busy machine may also need seconds to answer Ray Train, which waits as long."""
-    config = run_of(run, "slow", **ONE_WORKER, extras=watched(12), max_failures=0, max_steps=15, checkpoint_every=5)
-    fit(config, loop=loop_with_slow_parts(16))
-    assert attempts_of(config) == [1] and run_folder.read_failures(config.run_uri) == []
 
 
 @slow

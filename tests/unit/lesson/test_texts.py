@@ -73,6 +73,7 @@ FIGURES = {
     "loss_curves": lambda text: figures.loss_curves({text: RUN, f"{text} other": RUN}, consecutive=True),
     "guidance_curve": lambda text: figures.guidance_curve({text: SWEEP, f"{text} other": SWEEP}),
     "paired_differences": paired,
+    "timestep_curves": lambda text: figures.timestep_curves({text: [1.0, 2.0], f"{text} other": [2.0, 1.0]}, "loss"),
     "run_over_time": drawn_images,
 }
 
@@ -81,6 +82,8 @@ FIGURES = {
 @few
 @given(text=TEXTS)
 @example(text="a $b$ c \x1b[31m \ud800")
+@example(text="_a")
+@example(text="")
 def test_a_figure_draws_any_text_as_it_stands(name, text, monkeypatch):
     monkeypatch.setattr(MathTextParser, "parse", lambda *_: pytest.fail("a text was read as a formula"))
     with warnings.catch_warnings():

@@ -242,10 +242,21 @@ def test_a_process_that_goes_on_is_left_alone():
     assert watched("[(threading.Event().wait(0.1), watchdog.beat()) for _ in range(8)]") == (0, "ended\n")
 
 
-def test_what_takes_long_is_no_hang_where_that_is_known():
-    """A slow beat comes before the first step of each size, which is compiled, and before a checkpoint."""
-    assert watched("watchdog.beat(slow=True); threading.Event().wait(1); watchdog.beat()") == (0, "ended\n")
-    code, said = watched("watchdog.beat(slow=True); watchdog.beat(); threading.Event().wait()")
+def test_compiling_another_size_and_slow_uploads_are_no_hang():
+    """As the training loop calls it: a size's first step and a checkpoint may take ten times as long."""
+    steps = """
+    from types import SimpleNamespace as Unit
+    small, large, pause = Unit(latents_spec=8), Unit(latents_spec=16), threading.Event().wait
+    for step, unit in enumerate([small, large, small]):
+        watchdog.before_step(step, [unit])
+        pause(1 if step < 2 else 0)
+        watchdog.after_step(step, [unit], {})
+    watchdog.before_checkpoint(3)
+    pause(1)
+    watchdog.before_step(3, [small])
+    """
+    assert watched(steps) == (0, "ended\n")
+    code, said = watched(f"{steps}\n    pause()")
     assert code == -signal.SIGKILL and "hung True\n" in said
 
 
