@@ -79,18 +79,21 @@ def found(uri, kind=PreprocessingConfig, **parameters):
     return detect.detect(config_of(uri, kind, **parameters))
 
 
-def job_rows(uri, **parameters):
-    """{id: (caption, reason)} of all rows, by detection, readers and transform."""
-    given, rows = found(uri, **parameters), {}
+def transformed(uri, **parameters):
+    """All rows of an input as dicts, by detection, readers and transform."""
+    given = found(uri, **parameters)
     config, reader = given.config, inputs.reader(given.config)
     options = {"columns": inputs.used_columns(config), "reader": reader}
     id_type = inputs.id_type_of(given.paths, config)
     for segment in job.plan_segments(given.paths, config):
         for part in [part for path in segment.paths for part in inputs.parts(reader, path)]:
             for block in inputs.read_part(pa.Table.from_pylist([part]), **options):
-                done = stages.transform(inputs.to_raw_rows(block, config, id_type), config=config)
-                rows |= {row["id"]: (row["caption"], row["reason"]) for row in done.to_pylist()}
-    return rows
+                yield from stages.transform(inputs.to_raw_rows(block, config, id_type), config=config).to_pylist()
+
+
+def job_rows(uri, **parameters):
+    """{id: (caption, reason)} of all rows of an input."""
+    return {row["id"]: (row["caption"], row["reason"]) for row in transformed(uri, **parameters)}
 
 
 def online_rows(uri, **parameters):

@@ -41,7 +41,7 @@ def transform(rows: pa.Table, *, config: PreprocessingConfig, **options: Any) ->
             padding tokens.
         pixels_...: for each shape of `config.shapes` (`schema.input_column`), H x W x 3 bytes. Null if another shape of
             the same resolution fits the image better. Also null if the image is smaller than the shape.
-        note: what is wrong with an image that is used; empty for most
+        note: what is wrong with an image that is used, and the note of the raw row; empty for most
         transform_seconds: of the call, in its first row
 
     `options`: of `decode_rows`.
@@ -63,7 +63,8 @@ def transform(rows: pa.Table, *, config: PreprocessingConfig, **options: Any) ->
     for shape in itertools.chain.from_iterable(config.shapes.values()):
         pixels = [image.pixels[shape].data if shape in image.pixels else None for image in done]
         columns[schema.input_column(schema.latents_column(*shape))] = pa.array(pixels, pa.large_binary())
-    columns["note"] = pa.array([image.note for image in done], pa.string())
+    notes = zip(rows[inputs.NOTE].to_pylist(), (image.note for image in done), strict=True)
+    columns[inputs.NOTE] = pa.array(("; ".join(filter(None, both)) for both in notes), pa.string())
     seconds = time.perf_counter() - started
     return pa.table({**columns, "transform_seconds": schema.once_per_call(seconds, len(rows), pa.float64())})
 
@@ -144,7 +145,7 @@ def write_latents(
         "rejects": rejects,
         "written": sum(counts.values()),
         "rejected": collections.Counter(bad[schema.REASON].to_pylist()),
-        "noted": collections.Counter(filter(None, rows.filter(good_B)["note"].to_pylist())),
+        "noted": collections.Counter(filter(None, rows.filter(good_B)[inputs.NOTE].to_pylist())),
         "buckets": counts,
         "bytes": num_bytes,
         "calls": calls,

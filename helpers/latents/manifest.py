@@ -58,7 +58,7 @@ class Manifest:
         job: the parameters that decide what is written, and `layout.Found.counts` of the input's files.
         read, written, filtered: rows.
         rejected: reason -> rows, the most frequent first.
-        noted: what is wrong with pictures that are used -> rows.
+        noted: what is wrong with rows that are used -> how many.
         buckets: bucket -> rows.
         files_crc32: of the names and row groups of the files.
         work: sums over the segments, of seconds by stage and of bytes (`job.segment_entry`).

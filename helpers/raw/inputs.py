@@ -36,7 +36,7 @@ from . import filters, readers
 from .images import BadImage
 from .readers import PATH, ROW_NUMBER, texts
 
-ID, CAPTION, IMAGE, ERROR, SOURCE = "id", "caption", "image", "error", "source"  # columns of a raw row
+ID, CAPTION, IMAGE, ERROR, SOURCE, NOTE = "id", "caption", "image", "error", "source", "note"  # of a raw row
 CHOSEN = ("input_format", "image_column", "caption_column", "id_column")  # parameters that must be given, or detected
 FIRST_ROW, GROUPS = "first_row", "groups"  # of a task that reads a part of a file
 PART_ROWS = 2048  # that a task reads of a large Parquet file, or one row group
@@ -353,10 +353,12 @@ def to_raw_rows(table: pa.Table, config: PreprocessingConfig, id_type: pa.DataTy
         image: encoded bytes, or null
         error: why an image could not be fetched, or null
         source: the file's path below the input's folder
+        note: what was taken in place of something that the row lacks; empty for most
     """
     images, errors = image_bytes(table, config)
     columns = {ID: ids_of(table, config, id_type), IMAGE: images, ERROR: errors}
     columns[SOURCE] = source_names(table[PATH], config)
+    columns[NOTE] = notes_of(table, config, columns[ID])
     for number, captions in enumerate(zip(*captions_of(table, config), strict=True), start=1):
         columns[schema.numbered(CAPTION, number)] = pa.array(captions, pa.string())
     return pa.table(columns)
@@ -379,6 +381,20 @@ def captions_of(table: pa.Table, config: PreprocessingConfig) -> list[list[str |
     rows = zip(*map(captions_in, config.caption_columns), strict=True)
     rows = (list(itertools.chain.from_iterable(row)) for row in rows)
     return [list(itertools.islice(itertools.cycle(usable(row) or row or [None]), config.num_captions)) for row in rows]
+
+
+def notes_of(table: pa.Table, config: PreprocessingConfig, ids: pa.Array) -> pa.Array:
+    """What was taken in place of an id or of a caption that the row lacks, as text; empty for most rows."""
+    notes = [[] for _ in ids]
+    if config.id_column != ROW_NUMBER:
+        made = made_ids(table, config)
+        for note, is_made in zip(notes, pc.equal(ids.cast(pa.string()), made).to_pylist(), strict=True):
+            note.extend([f"no {config.id_column!r}: an id was made"] * bool(is_made))
+    for first, *others in (name.split("|") for name in config.caption_columns):
+        for note, captions in zip(notes, text_lists(table[first]) if others else [], strict=False):
+            if all(text_reason(0, caption) for caption in captions):
+                note.append(f"no usable {first!r}: another caption was taken")
+    return pa.array(map("; ".join, notes), pa.string())
 
 
 def image_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.ChunkedArray | pa.Array, pa.Array]:
@@ -491,8 +507,7 @@ def ids_of(table: pa.Table, config: PreprocessingConfig, id_type: pa.DataType | 
 
     `id_type`: None for text if a row has no id, else the column's own. Integers cannot be made: null.
     """
-    names, numbers = source_names(table[PATH], config), table[ROW_NUMBER].cast(pa.string())
-    made = pc.coalesce(pc.binary_join_element_wise(names, numbers, ":"), names)
+    made = made_ids(table, config)
     if config.id_column == ROW_NUMBER:
         return made
     column = table[config.id_column]
@@ -504,6 +519,12 @@ def ids_of(table: pa.Table, config: PreprocessingConfig, id_type: pa.DataType | 
     else:
         ids = column.cast(pa.string())
     return pc.if_else(pc.equal(pc.coalesce(ids, ""), ""), made, ids)
+
+
+def made_ids(table: pa.Table, config: PreprocessingConfig) -> pa.Array:
+    """ "{file}:{row number}" of each row, and "{file}" if it has no number."""
+    names, numbers = source_names(table[PATH], config), table[ROW_NUMBER].cast(pa.string())
+    return pc.coalesce(pc.binary_join_element_wise(names, numbers, ":"), names)
 
 
 def id_text(value: bytes | None, is_text: bool) -> str | None:

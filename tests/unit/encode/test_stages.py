@@ -25,7 +25,7 @@ from helpers.raw import inputs
 config = PreprocessingConfig(resolutions=[32])
 columns = {inputs.ID: [1], inputs.CAPTION: ["a caption"], inputs.IMAGE: [b"broken"], inputs.ERROR: [None]}
 options = {"decode": isolated.decoder(tempfile.mkdtemp()), "excluded": Exclusions().is_excluded}
-rows = stages.transform(pa.table({**columns, inputs.SOURCE: ["a"]}), config=config, **options)
+rows = stages.transform(pa.table({**columns, inputs.SOURCE: ["a"], inputs.NOTE: [""]}), config=config, **options)
 calls = pa.array([{"started": 0.0, "ended": 0.0}])
 stages.write_latents(
     rows.append_column("encoder_call", calls).append_column("image_latents_32", pa.nulls(1, pa.binary(256))),
@@ -77,6 +77,6 @@ def test_a_rejected_caption_is_not_tokenized(tmp_path, monkeypatch):
     seen, clean = [], captions.clean
     monkeypatch.setattr(captions, "clean", lambda text, how: seen.append(text) or clean(text, how))
     rows = {inputs.ID: [1], inputs.CAPTION: ["long " * 2**14], inputs.IMAGE: [b"x"], inputs.ERROR: [""]}
-    table = pa.table({**rows, inputs.SOURCE: ["a.parquet"]})
+    table = pa.table({**rows, inputs.SOURCE: ["a.parquet"], inputs.NOTE: [""]})
     (row,) = stages.transform(table, config=PreprocessingConfig(storage=str(tmp_path))).to_pylist()
     assert row[schema.REASON] == "caption of more than 65536 bytes" and seen == [""]

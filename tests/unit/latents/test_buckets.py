@@ -56,6 +56,7 @@ def raw_rows(sizes):
             inputs.IMAGE: pa.array(map(picture, sizes), pa.large_binary()),
             inputs.ERROR: pa.nulls(number, pa.string()),
             inputs.SOURCE: ["a"] * number,
+            inputs.NOTE: [""] * number,
         }
     )
 

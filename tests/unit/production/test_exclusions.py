@@ -120,6 +120,7 @@ def test_listed_rows_are_rejected_before_they_are_decoded(make_list, tmp_path):
         inputs.IMAGE: [*pictures[:3], None, pictures[4]],
         inputs.ERROR: [None, None, None, "gone", None],
         inputs.SOURCE: ["f"] * 5,
+        inputs.NOTE: [""] * 5,
     }
     sums = [hashlib.sha256(data).hexdigest() for data in pictures]
     listed = Exclusions(make_list(f"11\n13\n{sums[2]}\n{sums[4].upper()}\n".encode()))

@@ -3,6 +3,7 @@
 A rule of helpers/docs/DATA.md is one row of a table here, and each runs over all readers.
 """
 
+import collections
 import csv
 import io
 import json
@@ -34,6 +35,7 @@ from tests.raw_data import (
     rows_of,
     table,
     tar_of,
+    transformed,
     write,
 )
 
@@ -104,10 +106,14 @@ def test_later_rows_may_contradict_the_first(tmp_path_factory, data, kind):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_ids_and_captions_that_end_are_made_and_taken_from_the_next_column(tmp_path, kind):
     rows = [{"key": str(n) if n < 70 else None, "caption": "a" if n < 70 else "", "text": "b"} for n in range(75)]
-    rows_read = rows_of(write(tmp_path / "d", **files_of(rows, kind)))
+    path = write(tmp_path / "d", **files_of(rows, kind))
+    rows_read = rows_of(path)
     assert sorted(caption for caption, _ in rows_read.values()) == ["a"] * 70 + ["b"] * 5
     assert len(rows_read) == 75 and {str(n) for n in range(70)} < set(rows_read)
     assert not any(reason for _, reason in rows_read.values())
+    counted = collections.Counter(row["note"] for row in transformed(path))
+    note = "no 'key': an id was made; no usable 'caption': another caption was taken"
+    assert counted == {"": 70, note: 5}
 
 
 def test_whole_numbers_are_text_where_some_ids_must_be_made(tmp_path):
