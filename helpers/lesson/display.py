@@ -119,7 +119,7 @@ def catch_up() -> None:
 
 
 def stage_rates(manifest: Manifest, config: PreprocessingConfig) -> pd.DataFrame:
-    """Images/s of each stage, all its workers together: a frame for `figures.stage_throughput`."""
+    """Images/s of each stage, all its workers together: and the number of workers."""
     workers = {"transform": config.num_transform_workers, "encode": config.most_encoders, "write": 1}
     rows = manifest.read - manifest.filtered
     seconds = {stage: manifest.work[f"{stage}_seconds"] for stage in workers}
@@ -144,28 +144,6 @@ def dataset_stats(
     frame.insert(0, "tokens", tokens)
     shown = good_rows(rows, config, 12)
     return frame, [picture for _, picture, _ in shown], [caption for _, _, caption in shown]
-
-
-def shape_table(stats: pd.DataFrame, config: PreprocessingConfig) -> pd.DataFrame:
-    """How many images each shape would get, and how much of them the crop would cut away.
-
-    `stats`: a frame of `dataset_stats`. Columns: resolution, shape ("80x48"; "too small" for images smaller than
-    theirs), pictures (their number), share, cut (mean share of an image's area that is lost; NaN without images).
-    """
-    sizes = stats[["width", "height"]].dropna().to_numpy()
-    rows = []
-    for resolution, shapes in config.shapes.items():
-        mine = np.array([images.nearest_shape(size, shapes) for size in sizes]).reshape(-1, 2)
-        fits = (sizes >= mine).all(axis=1)
-        ratio = (sizes[:, 0] / sizes[:, 1]) / (mine[:, 0] / mine[:, 1])
-        cut = 1 - np.minimum(ratio, 1 / ratio)
-        for shape in shapes:
-            here = fits & (mine == shape).all(axis=1)
-            rows.append((resolution, "{}x{}".format(*shape), here.sum(), cut[here].mean() if here.any() else np.nan))
-        rows.append((resolution, "too small", (~fits).sum(), np.nan))
-    table = pd.DataFrame(rows, columns=["resolution", "shape", "images", "cut"])
-    table.insert(3, "share", table["images"] / max(1, len(sizes)))
-    return table
 
 
 def preview(config: PreprocessingConfig, num_rows: int) -> list[tuple[int | str, Image.Image, str]]:
