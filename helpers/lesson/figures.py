@@ -193,10 +193,10 @@ def latents_panel(picture: np.ndarray, moments_2CHW: np.ndarray, reconstruction:
             shown = ax.imshow(values_HW, interpolation="nearest", **scale)
             ax.set(xticks=[], yticks=[])
             ax.set_title(f"{name} {channel}", fontsize=10)
-        fig.colorbar(shown, ax=row[1:], aspect=12, pad=0.02)
+        fig.colorbar(shown, ax=row[1:], aspect=12, pad=0.02, label=name)
     error = np.mean((np.asarray(picture, float) - np.asarray(reconstruction, float)) ** 2)
     psnr = f"PSNR {10 * np.log10(255**2 / max(error, 1e-9)):.1f} dB"
-    titles = f"image, {_size(picture)}", f"decoded mean, {psnr}"
+    titles = f"image, {_size(picture)}", f"decoded, {psnr}"
     for ax, image, title in zip(axes[:, 0], (picture, reconstruction), titles, strict=True):
         show_image(ax, image)
         ax.set_title(title, fontsize=10)
