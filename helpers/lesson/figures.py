@@ -597,7 +597,7 @@ def draw_by_noise(ax: Axes, scores: pd.DataFrame, columns: list[str]) -> str:
     timesteps = [int(column.removeprefix(NOISE)) for column in columns]
     for shade, (_, row) in zip(np.linspace(0.4, 1, len(known)), known.iterrows(), strict=True):
         ax.plot(timesteps, row[columns], color=BLUE, alpha=shade, lw=1.6, label=f"step {row['step']:,.0f}")
-    ax.set(xlabel="timestep (noise level)", ylabel="loss by noise level")
+    ax.set(xlabel="timestep (noise level)", ylabel="loss by noise level", ylim=(0, None))
     add_legend(ax)
     first, last = known.iloc[0][columns], known.iloc[-1][columns]
     return f"by noise level from {first.min():.3g} to {first.max():.3g} at first, {last.min():.3g} to {last.max():.3g}"
