@@ -305,6 +305,7 @@ def loss_curves(runs: Mapping[str, pd.DataFrame], *, consecutive: bool = False) 
         if start:
             _mark_step(ax, start, label)
         start = steps.iloc[-1] if consecutive else 0
+    ax.set_ylim(0, None)
     label_steps(ax, "loss")
     add_legend(ax)
     return fig.described(f"Loss over steps. {'; '.join(said)}.")
@@ -330,6 +331,7 @@ def interrupted_run(straight: pd.DataFrame, attempts: pd.DataFrame) -> Described
                 ax.axvspan(first - 0.5, last + 0.5, color=RED, alpha=0.15, lw=0, label=said[-1])
             _mark_step(ax, last + 0.5, "a worker is killed", color=RED)
         last = rows["step"].iloc[-1]
+    ax.set_ylim(0, None)
     label_steps(ax, "loss")
     add_legend(ax)
     return fig.described(
