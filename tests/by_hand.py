@@ -4,27 +4,22 @@ import ast
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODELS = str(ROOT / "helpers" / "models" / "tiny-sd")
 NOTEBOOKS = ["Preprocessing.ipynb", "Training.ipynb"]
-BEGIN = """import ray
-
-raw_folder, latents_folder, scratch, steps = {raw!r}, {latents!r}, {scratch!r}, 4
+END = "pipeline.save_pretrained({folder!r})\n"
 
 
-def models():
-    return {models!r}
-
-
-ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-"""
-END = """differences = [np.abs(np.asarray(one, int) - other).max() for one, other in zip(by_diffusers, drawn_by_hand)]
-print(f"largest difference of a pixel: {{max(differences)}} of 255")
-pipeline.save_pretrained({folder!r})
-"""
+def first_lines():
+    """What the text of Preprocessing.ipynb says to write before the cells."""
+    cells = json.loads((ROOT / NOTEBOOKS[0]).read_text())["cells"]
+    text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    (lines,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return lines
 
 
 def cells(names=NOTEBOOKS):
@@ -48,21 +43,25 @@ def run_until(notebook, wanted, **values):
 
 
 def assemble(folder, changes=None, **settings):
-    """The script: it encodes `folder`/raw, trains, resumes, draws, and writes a pipeline to `folder`/pipeline.
+    """The script: it encodes `folder`/scratch/raw, trains, resumes, draws, and writes a pipeline to `folder`/pipeline.
 
     Args:
-        changes: {a part of the cells, which is there once: what stands there in the script}
+        changes: {a part of the script, which is there once: what stands there instead}
         settings: replace those of the cell that defines them.
     """
     folder = pathlib.Path(folder).resolve()
-    begin = BEGIN.format(raw=f"{folder}/raw", latents=f"{folder}/latents", scratch=str(folder), models=MODELS)
-    parts = [begin]
+    changes = {
+        '"/path/to/helpers/models/tiny-sd"': repr(MODELS),
+        'abspath("scratch"), 2000': 'abspath("scratch"), 4',
+        **(changes or {}),
+    }
+    parts = [first_lines()]
     for cell in cells():
         parts.append(cell + "\n")
         if "def fit_by_hand" in cell:
             parts.append(f"settings |= {settings!r}\n")
     script = "\n\n".join([*parts, END.format(folder=f"{folder}/pipeline")])
-    for part, other in (changes or {}).items():
+    for part, other in changes.items():
         assert script.count(part) == 1, part
         script = script.replace(part, other)
     return script

@@ -34,7 +34,7 @@ WIDTH, DPI, SMALL = 10, 100, 9
 CHARACTER = 0.072  # inches, width of an average character of the SMALL font
 Images = Sequence[Any]
 LINE = 0.16  # inches, height of a line of the SMALL font
-STAGES = {"transform": SKY, "encode": ORANGE, "write": GREEN}  # of preprocessing
+STAGES = {"transform": SKY, "encode": ORANGE, "transform + encode": ORANGE, "write": GREEN}  # of preprocessing
 PHASES = {"data": GREY, "encode": ORANGE, "forward": BLUE, "backward": SKY, "optimizer": GREEN}  # of a training step
 NEAR = 0.01  # share of held-out rows; a generated image nearer than all but these may be a copy
 # Columns of `results.scores`, in the order of their panels: label and colour.
@@ -198,10 +198,10 @@ def latents_panel(picture: np.ndarray, moments_2CHW: np.ndarray, reconstruction:
             shown = ax.imshow(values_HW, interpolation="nearest", **scale)
             ax.set(xticks=[], yticks=[])
             ax.set_title(f"{name} {channel}", fontsize=10)
-        fig.colorbar(shown, ax=row[1:], aspect=12, pad=0.02)
+        fig.colorbar(shown, ax=row[1:], aspect=12, pad=0.02, label=name)
     error = np.mean((np.asarray(picture, float) - np.asarray(reconstruction, float)) ** 2)
     psnr = f"PSNR {10 * np.log10(255**2 / max(error, 1e-9)):.1f} dB"
-    titles = f"image, {_size(picture)}", f"decoded mean, {psnr}"
+    titles = f"image, {_size(picture)}", f"decoded, {psnr}"
     for ax, image, title in zip(axes[:, 0], (picture, reconstruction), titles, strict=True):
         show_image(ax, image)
         ax.set_title(title, fontsize=10)
@@ -310,6 +310,7 @@ def loss_curves(runs: Mapping[str, pd.DataFrame], *, consecutive: bool = False) 
         if start:
             _mark_step(ax, start, label)
         start = steps.iloc[-1] if consecutive else 0
+    ax.set_ylim(0, None)
     label_steps(ax, "loss")
     add_legend(ax)
     return fig.described(f"Loss over steps. {'; '.join(said)}.")
@@ -335,6 +336,7 @@ def interrupted_run(straight: pd.DataFrame, attempts: pd.DataFrame) -> Described
                 ax.axvspan(first - 0.5, last + 0.5, color=RED, alpha=0.15, lw=0, label=said[-1])
             _mark_step(ax, last + 0.5, "a worker is killed", color=RED)
         last = rows["step"].iloc[-1]
+    ax.set_ylim(0, None)
     label_steps(ax, "loss")
     add_legend(ax)
     return fig.described(
@@ -402,23 +404,26 @@ def iteration(phases: pd.DataFrame, memory: pd.DataFrame, *, published: str, dev
 # ---- throughput
 
 
-def stage_throughput(rates: pd.DataFrame) -> DescribedFigure:
-    """Points of images/s by stage. `rates`: columns stage (of `STAGES`), images_per_second (all workers), workers."""
-    fig = DescribedFigure(0.9 + 0.42 * len(rates))
-    ax, said, slowest = panels(fig, grid="x"), [], rates["images_per_second"].min()
-    for row, (stage, rate, workers) in enumerate(rates.itertuples(index=False)):
-        label = f"{rate:,.0f} images/s, {workers} worker{'s' if workers != 1 else ''}"
-        edge, color, mark = (RED, RED, "  ◀ bottleneck") if rate == slowest else ("white", "0.2", "")
-        ax.plot(rate, row, "o", color=STAGES[stage], ms=11, mec=edge, mew=2)
-        ax.annotate(label + mark, (rate, row), (10, 0), textcoords="offset points", va="center", color=color)
-        said.append(f"{stage}: {label}{mark.replace('  ◀ ', ', the ')}")
-    ax.set(yticks=range(len(rates)), yticklabels=rates["stage"], ylim=(len(rates) - 0.5, -0.5))
-    # Writing is a hundred times faster than encoding; points, as a bar's length has no meaning on a log scale.
-    ax.set(xscale="log", xlim=(slowest / 2, rates["images_per_second"].max() * 30))
-    ax.set_xlabel("images/s, all workers of a stage together (log scale)")
-    ax.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-    ax.xaxis.set_minor_formatter(ticker.NullFormatter())
-    return fig.described(f"Throughput of each stage. {'; '.join(said)}.")
+def timeline(runs: Mapping[str, pd.DataFrame]) -> DescribedFigure:
+    """When the stages of a pipeline worked: a panel for each run, a row for each stage.
+
+    `runs`: label -> frame with stage, start, seconds, a row for each task. Stages stand in the order of their first
+    task.
+    """
+    stages = {label: list(frame.sort_values("start")["stage"].unique()) for label, frame in runs.items()}
+    heights = [1 + len(names) for names in stages.values()]
+    fig = DescribedFigure(0.3 + 0.3 * sum(heights))
+    axes, said = panels(fig, len(runs), 1, grid="x", sharex=True, squeeze=False, height_ratios=heights), []
+    for ax, (label, frame) in zip(axes.flat, runs.items(), strict=True):
+        for row, stage in enumerate(stages[label]):
+            tasks = frame.loc[frame["stage"] == stage, ["start", "seconds"]]
+            ax.broken_barh(tasks.to_numpy(), (row - 0.35, 0.7), color=STAGES.get(stage, GREY), ec="white", lw=0.5)
+            end = tasks.sum(axis=1).max()
+            said.append(f"{label}, {stage}: {len(tasks)} tasks from {tasks['start'].min():.1f} to {end:.1f} s")
+        ax.set(yticks=range(len(stages[label])), yticklabels=stages[label], ylim=(len(stages[label]) - 0.5, -0.5))
+        ax.set_title(label, fontsize=10, loc="left")
+    axes[-1, 0].set(xlabel="seconds", xlim=(0, None))
+    return fig.described(f"When each stage worked. {'; '.join(said)}.")
 
 
 def throughput_over_encoders(measured: pd.DataFrame, predicted: pd.DataFrame, *, ceiling: float) -> DescribedFigure:
@@ -583,9 +588,10 @@ def draw_loss(ax: Axes, metrics: pd.DataFrame, scores: pd.DataFrame) -> str:
     for column, (label, color) in LOSSES.items():
         if column in scores:
             ax.plot(scores["step"], scores[column], "o", color=color, ms=5, mec="white", label=label)
-    ax.set_ylim(0, 1.3 * np.nanquantile(metrics["loss"].astype(float), 0.98))
+    top = 1.3 * np.nanquantile(metrics["loss"].astype(float), 0.98)
+    ax.set_ylim(0, top)
     add_legend(ax)
-    label_steps(ax, "loss", most_ticks=4)
+    label_steps(ax, "loss" if metrics["loss"].max() <= top else "loss (first steps lie above)", most_ticks=4)
     return f"loss from {curve.iloc[0]:.3g} to {curve.iloc[-1]:.3g}"
 
 
@@ -599,7 +605,7 @@ def draw_by_noise(ax: Axes, scores: pd.DataFrame, columns: list[str]) -> str:
     timesteps = [int(column.removeprefix(NOISE)) for column in columns]
     for shade, (_, row) in zip(np.linspace(0.4, 1, len(known)), known.iterrows(), strict=True):
         ax.plot(timesteps, row[columns], color=BLUE, alpha=shade, lw=1.6, label=f"step {row['step']:,.0f}")
-    ax.set(xlabel="timestep (noise level)", ylabel="loss by noise level")
+    ax.set(xlabel="timestep (noise level)", ylabel="loss by noise level", ylim=(0, None))
     add_legend(ax)
     first, last = known.iloc[0][columns], known.iloc[-1][columns]
     return f"by noise level from {first.min():.3g} to {first.max():.3g} at first, {last.min():.3g} to {last.max():.3g}"
@@ -610,6 +616,10 @@ def draw_score(ax: Axes, scores: pd.DataFrame, column: str) -> str:
     label, color = SCORES[column]
     known = scores.dropna(subset=[column])
     ax.plot(known["step"], known[column], "o-", color=color, ms=4)
+    if column == "clip_score":  # of any image and caption it is far from 0
+        label += " (axis cut)"
+    else:
+        ax.set_ylim(0, None)
     label_steps(ax, label, most_ticks=4)
     return f"{label} from {known[column].iloc[0]:.3g} to {known[column].iloc[-1]:.3g}"
 

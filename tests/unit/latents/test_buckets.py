@@ -4,7 +4,6 @@ import dataclasses
 import io
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +20,6 @@ from helpers.latents import held_out, schema
 from helpers.latents.manifest import DataSets, read_manifest
 from helpers.latents.plan import plan_run, read_files
 from helpers.latents.read import latents_reader, read_row_ranges, split_units
-from helpers.lesson import display
 from helpers.model.denoisers import build_denoiser
 from helpers.production import monitor
 from helpers.production.checks import training
@@ -274,13 +272,3 @@ def test_more_shapes_than_compiling_takes_are_said_when_a_run_opens(folder, caps
     monitor.open_run(config_of(folder[0], storage=str(tmp_path), compile_unet=True))
     said = "compile_unet=True compiles for 2 shapes, and the data has 3: later shapes run as without it."
     assert said in capsys.readouterr().out
-
-
-def test_a_table_says_what_each_shape_gets_and_what_crops_cut_away():
-    stats = pd.DataFrame([*SIZES, (None, None)], columns=["width", "height"], dtype=float)
-    table = display.shape_table(stats, CONFIG).set_index(["resolution", "shape"])
-    assert table.loc[64, "images"].to_dict() == {"48x96": 1, "64x64": 2, "96x48": 1, "too small": 3}
-    assert table.loc[32, "images"].to_dict() == {"16x48": 2, "32x32": 3, "48x16": 1, "too small": 1}
-    assert table.loc[(32, "32x32"), "cut"] == pytest.approx((1 - 64 / 90) / 3)
-    squares = display.shape_table(stats, dataclasses.replace(CONFIG, aspect_ratios=(1,)))
-    assert np.average(squares["cut"].dropna()) > np.average(table["cut"].dropna())

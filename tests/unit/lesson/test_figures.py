@@ -15,7 +15,7 @@ PICTURE = RNG.integers(0, 256, (16, 16, 3), dtype=np.uint8)
 CAPTION = "a large red circle in the top left on a blue background"
 RUN = pd.DataFrame({"step": range(1, 101), "loss": np.linspace(1, 0.1, 100)})
 RATES = pd.DataFrame({"images_per_second": [9000, 300, 600], "num_encoders": [1, 2, 4], "data_wait_share": 0.02})
-STAGES = RATES[:2].assign(stage=["transform", "encode"], workers=[1, 2])[["stage", "images_per_second", "workers"]]
+TASKS = pd.DataFrame({"stage": ["encode", "transform", "encode"], "start": [1.0, 0.0, 2.0], "seconds": [1.0, 1.5, 1.0]})
 ALPHAS = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
 ATTEMPTS = pd.concat([RUN[:45].assign(attempt=1), RUN[25:].assign(attempt=2)])
 PHASES = pd.DataFrame({"phase": ["data", "encode", "forward"], "start": [0, 0.1, 0.5], "seconds": [0.1, 0.4, 0.5]})
@@ -30,7 +30,7 @@ TRIALS = pd.DataFrame(VALUES)
 EVERY = {
     "pictures": (lambda f: f([PICTURE, PICTURE[..., 0]], ["中文 $_", CAPTION], marks=["", "no"]), "1 of them right"),
     "latents_panel": (lambda f: f(PICTURE // 2, RNG.normal(size=(2, 4, 2, 2)), PICTURE // 2 + np.uint8(16)), "2 x 2"),
-    "stage_throughput": (lambda f: f(STAGES), "encode: 300 images/s, 2 workers, the bottleneck"),
+    "timeline": (lambda f: f({"apart": TASKS}), "apart, encode: 2 tasks from 1.0 to 3.0 s"),
     "timestep_curves": (lambda f: f({"signal": ALPHAS**0.5}, "weight"), "weight: signal from 1.00 at t = 0 to 0.07"),
     "interrupted_run": (lambda f: f(RUN, ATTEMPTS), "a worker is killed after step 45, 20 steps done again"),
     "loss_curves": (lambda f: f({"a": RUN[:30], "b": RUN[:10]}, consecutive=True), "over steps 31"),
