@@ -26,7 +26,7 @@ import ray
 from .. import cluster, storage, texts
 from ..config import PreprocessingConfig, refuse_change
 from ..latents.manifest import SCHEMA_VERSION, Manifest, add_up, read_manifest, read_segments, write_manifest
-from ..notebook import with_interrupt_hint
+from ..notebook import keep_executed_notebook, with_interrupt_hint
 from ..raw import inputs
 
 ROWS_PER_SEGMENT = 200_000  # per encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
@@ -212,6 +212,7 @@ class Job:
         Raises RuntimeError if a segment failed for good.
         """
         with guard or contextlib.nullcontext() as self.guard:
+            keep_executed_notebook(self.config.latents_uri)
             if manifest := finished_manifest(self.config.latents_uri):
                 print(f"Nothing to do: all {manifest.read:,} rows are encoded at {self.config.latents_uri}")
                 return manifest

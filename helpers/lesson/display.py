@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import html
 import os
+import re
+import symtable
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import ray.train
-from IPython import get_ipython
+from diffusers.utils import logging as diffusers_logging
+from IPython import InteractiveShell, get_ipython
 from IPython.display import HTML, display
 from PIL import Image
+from transformers.utils import logging as transformers_logging
 
 from .. import sample, storage, texts
 from ..config import PreprocessingConfig, TrainingConfig, check_names
@@ -30,6 +35,16 @@ from ..raw import filters, images, inputs, readers
 from ..train import run_folder
 from ..train.start import read_config
 from . import captioned_shapes
+from .sections import choose_sections
+
+
+def setup(sections: Sequence[str] = (), known: Sequence[str] = ()) -> None:
+    """Prepare a notebook: errors as one sentence, the chosen `sections` (see `choose_sections`), quiet libraries."""
+    choose_sections(sections, known)
+    fold_tracebacks()
+    for library in (diffusers_logging, transformers_logging):
+        library.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # else it says that torchvision is missing
 
 
 def fold_tracebacks() -> None:
@@ -49,25 +64,53 @@ def _show_error(shell, kind, error, trace, tb_offset=None):
         return
     error.args = tuple(texts.printable(one) if isinstance(one, str) else one for one in error.args)
     if kind is NameError:
-        error.add_note("Run the cells above this one first: Run > Run All Above Selected Cell.")
+        error.add_note(cell_to_run(error.name, notebook_cells(shell)))
     text = html.escape("".join(traceback.format_exception(kind, error, trace)))
     display(HTML(f"<details><summary>Traceback</summary><pre>{text}</pre></details>"))
     shell.showtraceback((kind, error, trace), exception_only=True)
 
 
+def notebook_cells(shell: InteractiveShell) -> list[dict[str, Any]]:
+    """The cells of this notebook as they were saved last; [] if the kernel does not know its file.
+
+    JupyterLab and VS Code name the file.
+    """
+    path = shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", "")
+    return storage.read_json(path)["cells"] if os.path.isfile(path) else []
+
+
+def cell_to_run(name: str, cells: Sequence[dict[str, Any]]) -> str:
+    """A sentence that says which of a notebook's `cells` defines a missing name."""
+    heading = "its beginning"
+    for cell in cells:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            heading = (re.findall(r"^#+ (.+)$", source, re.MULTILINE) or [heading])[-1]
+        elif cell["cell_type"] == "code" and defines(source, name):
+            first = next(line for line in source.splitlines() if line and not line.startswith("#"))
+            return f"Run first the cell that begins with `{first}`, under {heading!r}."
+    return "Run the cells above this one first: Run > Run All Above Selected Cell."
+
+
+def defines(source: str, name: str) -> bool:
+    """Whether the code binds the name at its top level."""
+    try:
+        table = symtable.symtable(source, "cell", "exec")
+    except SyntaxError:  # a cell that a reader has begun
+        return False
+    return name in table.get_identifiers() and (table.lookup(name).is_assigned() or table.lookup(name).is_imported())
+
+
 def catch_up() -> None:
     """Run the notebook's cells above the one that calls it, but for the sections. Nothing, if they have been run.
 
-    For a kernel that was restarted after a run: a finished run is not trained again. The notebook's file is the one
-    that JupyterLab or VS Code names; it holds what was saved last.
+    For a kernel that was restarted after a run: a finished run is not trained again.
     """
     shell = get_ipython()
     if "config" in shell.user_ns:
         return
-    path = shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", "")
-    if not os.path.isfile(path):
+    if not (cells := notebook_cells(shell)):
         raise RuntimeError("This kernel does not know its notebook's file: run the cells above, with sections = [].")
-    cells = storage.read_json(path)["cells"]
     for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
         if "show.catch_up()" in source:
             return

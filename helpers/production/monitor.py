@@ -22,7 +22,7 @@ from IPython.display import Image, display
 from .. import cluster, storage
 from ..config import TrainingConfig
 from ..latents.manifest import DataSets
-from ..notebook import Progress, interruptible, with_interrupt_hint
+from ..notebook import Progress, interruptible, keep_executed_notebook, with_interrupt_hint
 from ..train import run_folder, start
 from ..train.extra import Extra
 from ..train.metrics import MetricsReader, read_metrics, throughput
@@ -174,7 +174,7 @@ def monitor_run(config: TrainingConfig, extras: dict[str, Extra] | None = None, 
 
     Images/s are `metrics.throughput` over the last 10,000 steps; the loss is the mean of the last 50. The run's
     metrics and images go to the trackers of `extras`. The run's lease is held until the block ends. If the storage is
-    unreachable, a warning is printed once and the last display stays.
+    unreachable, a warning is printed once and the last display stays. The run's folder keeps the executed notebook.
 
     An interrupt ends the run and raises KeyboardInterrupt, whose text says at which step the same cell resumes the run.
     Raises RuntimeError if the run fails, or if its workers end it, as after a loss that is not finite.
@@ -206,6 +206,7 @@ def monitor_run(config: TrainingConfig, extras: dict[str, Extra] | None = None, 
             interruptible(),
             poll_in_background(poll, every),
         ):
+            keep_executed_notebook(config.run_uri)
             yield
 
 

@@ -22,6 +22,7 @@ class Reader:
     """Runs cells in a kernel that works in `folder`, where the notebook's file lies."""
 
     def __init__(self, folder, notebook):
+        self.notebook = notebook
         environment = {**os.environ, "JPY_SESSION_NAME": str(notebook), "PYTHONPATH": str(ROOT)}
         self.manager, self.client = start_new_kernel(kernel_name="python3", cwd=str(folder), env=environment)
 
@@ -54,10 +55,15 @@ def reader(tmp_path):
 
 
 def test_a_cell_that_is_run_too_early_or_stopped_says_so_in_one_sentence(reader):
-    reader.run("from helpers.lesson import display as show\nshow.fold_tracebacks()")
+    """Before the notebook is saved, its cells are unknown; then the cell that defines the missing name is named."""
+    reader.run("from helpers.lesson import display as show\nshow.setup()")
     assert "Run the cells above this one first" in reader.run("segments = job.segments")
     assert reader.run("raise KeyboardInterrupt('Stopped after step 3.')") == "Stopped after step 3.\n"
-    assert "run the cells above, with sections = []" in reader.run("show.catch_up()")  # no file is saved there
+    assert "run the cells above, with sections = []" in reader.run("show.catch_up()")
+    reader.notebook.write_bytes((ROOT / TRAINING).read_bytes())
+    said = reader.run("draw_by_hand(epsilon_loss)")
+    assert "name 'draw_by_hand' is not defined" in said
+    assert "`def from_epsilon(x, alpha, epsilon):`, under 'From noise to an image'" in said
 
 
 @slow
