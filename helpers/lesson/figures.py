@@ -474,7 +474,8 @@ def paired_differences(results: pd.DataFrame, compared: pd.DataFrame) -> Describ
     left, right = panels(fig, 1, 2, width_ratios=[1, 2])
     values = results[results["metric"] == metric].pivot(index="seed", columns="setting", values="value")[names]
     left.plot(range(len(names)), values.T, "o-", color="0.6", lw=1)
-    left.set(xticks=range(len(names)), xticklabels=map(drawable, names), ylabel=metric, xlim=(-0.4, len(names) - 0.6))
+    left.set(xticks=range(len(names)), xticklabels=map(drawable, names), xlim=(-0.4, len(names) - 0.6))
+    left.set_ylabel(f"{metric} (axis is cut)")
     left.set_title(f"{len(values)} seeds, a line each", fontsize=SMALL)
     right.axvline(0, color="0.3", lw=1)
     for number, (name, color) in enumerate(zip(others, itertools.cycle(CYCLE), strict=False)):
