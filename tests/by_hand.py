@@ -11,6 +11,7 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 MODELS = str(ROOT / "helpers" / "models" / "tiny-sd")
 NOTEBOOKS = ["Preprocessing.ipynb", "Training.ipynb"]
+ONLINE = "Online_Preprocessing_and_Training.ipynb"
 END = "pipeline.save_pretrained({folder!r})\n"
 
 
@@ -67,10 +68,23 @@ def assemble(folder, changes=None, **settings):
     return script
 
 
+def short_form(folder):
+    """The script of the online notebook's tagged cells: it trains on `folder`/raw and prints its losses."""
+    folder = pathlib.Path(folder).resolve()
+    begin = BEGIN.format(raw=f"{folder}/raw", latents="", scratch=str(folder), models=MODELS)
+    end = "losses, weights = trainer.fit().return_value\nprint('losses:', losses)\n"
+    return "\n\n".join([begin, *cells([ONLINE]), end])
+
+
 def run(folder, **options):
-    """Run the script (`options`: see `assemble`) where `helpers` cannot be imported; returns what it printed."""
+    """What the script prints; `options`: see `assemble`."""
+    return execute(folder, assemble(folder, **options))
+
+
+def execute(folder, source):
+    """Run a script where `helpers` cannot be imported; returns what it printed."""
     script = pathlib.Path(folder) / "by_hand.py"
-    script.write_text(assemble(folder, **options))
+    script.write_text(source)
     environment = {**os.environ, "RAY_AUTH_TOKEN": "by hand"}  # or Ray would write one to the home
     command = [sys.executable, "-I", script.name]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)

