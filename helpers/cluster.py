@@ -29,7 +29,10 @@ FORWARDED = (
 START_ATTEMPTS = 4
 
 
-# Ray Data 2.60 repeats a task that kills its process without end; `max_retries` bounds that, and has no other name yet.
+# Ray Data repeats a task that kills its process without end, unless `max_retries` bounds it (`max_task_retries` for an
+# actor). Ray 2.60 takes both only as `ray_remote_args`, which Ray 2.64 removes. Nothing public replaces them: the named
+# parameters of `map_batches` have no such bound, `DataContext` bounds exceptions alone, and a task cannot ask which
+# attempt it is. `tests/cluster/test_faults.py` counts the attempts, and so finds a Ray without the bound.
 warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", category=DeprecationWarning)
 
 

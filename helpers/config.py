@@ -46,6 +46,12 @@ def check_run_name(name: str) -> str:
     return name
 
 
+def check_pair(pair: tuple[int, int]) -> tuple[int, int]:
+    if pair[0] > pair[1]:
+        raise ValueError(f"the pair is (least, most): write ({pair[1]}, {pair[0]})")
+    return pair
+
+
 def sort_unique(values: Iterable[float]) -> tuple[float, ...]:
     return tuple(sorted(set(values)))
 
@@ -63,7 +69,7 @@ Shares = Annotated[dict[T, Positive], Field(min_length=1)]
 Name = Annotated[str, Field(min_length=1)]
 Location = Annotated[str, AfterValidator(lambda uri: resolve(uri) if uri else "")]
 Model = Annotated[Name, AfterValidator(resolve_model)]
-Pair = Annotated[tuple[Count, Count], Field(strict=False), AfterValidator(lambda pair: tuple(sorted(pair)))]
+Pair = Annotated[tuple[Count, Count], Field(strict=False), AfterValidator(check_pair)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Crop = Annotated[float, Field(gt=0, le=1)]
 Extras = dict[str, dict[str, Any] | None]
@@ -91,6 +97,8 @@ def derived(default: Any, *, fixes: str) -> Any:
 
 LATENTS_URI = "encoded data; empty: storage/latents"
 PARAMETERS_PAGE = "helpers/docs/PARAMETERS.md, which lists all parameters and what replaced earlier ones"
+# A text in which a profile leaves something open, such as "hub/id@REPLACE_WITH_COMMIT" or "s3://your-bucket/sd2".
+PLACEHOLDER = re.compile(r"""[^'"]*(REPLACE_WITH_\w+|(?<=://)your-[\w-]+)[^'"]*""")
 # What may be given to a notebook: `checked` adds the fields of each class.
 NAMES = {"ray_address", "sections", "own_pictures", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
 NAMES |= {"other_pipeline", "other_prompts", "clip_model", "online_run_name"}  # of the lesson's other notebooks
@@ -192,6 +200,13 @@ def check_names(cells: Sequence[str]) -> None:
         seen.update(names)
 
 
+def check_placeholders(given: dict[str, Any]) -> None:
+    """Raises ValueError for the first text that matches `PLACEHOLDER`, also inside of lists and mappings."""
+    for name, value in given.items():
+        if found := PLACEHOLDER.search(repr(value)):
+            raise ValueError(f"{name}: {found[0]!r} still has the placeholder {found[1]}: put your own in its place.")
+
+
 def names_set(cell: str) -> list[str]:
     """The names that a parameters cell sets; [] of another cell.
 
@@ -231,6 +246,7 @@ class Parameters:
         """
         check_names(namespace.get("In", ()))
         given = {name: namespace[name] for name in names_of(cls) if name in namespace}
+        check_placeholders(given)
         config = cls(**{**given, **changes})
         for name, value in given.items():
             read = getattr(config, name)

@@ -69,8 +69,13 @@ def defaults(notebook):
 
 
 def profile_with_commits(name):
-    """A profile in which the commits that it leaves open are given."""
-    return json.loads(json.dumps(full_run.read_profile(name)).replace("REPLACE_WITH_COMMIT", "0" * 40))
+    """A profile in which what it leaves open is given."""
+    return filled(full_run.read_profile(name))
+
+
+def filled(values):
+    """Parameters with a commit and a bucket in place of a profile's placeholders."""
+    return json.loads(json.dumps(values).replace("REPLACE_WITH_COMMIT", "0" * 40).replace("://your-", "://a-"))
 
 
 def free_names(statement):

@@ -13,6 +13,7 @@ import os
 import diffusers
 import torch
 import torch.distributed as dist
+from torch._inductor import config as inductor_config
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -82,6 +83,10 @@ def compile_blocks(denoiser: diffusers.ModelMixin) -> None:
         return
     # By default TorchDynamo cuts blocks at the ends of DDP's buckets. DDP reduces gradients beside whole ones as well.
     torch._dynamo.config.optimize_ddp = False
+    if hasattr(inductor_config, "loop_reindexing_after_fusion") and torch.__version__ < (2, 14):
+        # PyTorch 2.13 fuses a GroupNorm with what precedes it even if memory is then read out of order. An upsampling
+        # with its convolution and GroupNorm took up to six times as long on a GPU (pytorch#189488). 2.14 has a guard.
+        inductor_config.loop_reindexing_after_fusion = False
     blocks = denoisers.blocks(denoiser)
     # By default TorchDynamo counts the graphs of all blocks of a class together, stops at eight, and then compiles for
     # symbolic sizes. Inductor chooses worse memory layouts for those.

@@ -1,4 +1,4 @@
-"""The README of an exported pipeline: a model card with the metadata that the Hugging Face hub reads."""
+"""The README of an exported pipeline, and of a latents folder, with the metadata that the Hugging Face hub reads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pathlib
 from typing import Any
 
 import ray.train
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import DatasetCard, DatasetCardData, ModelCard, ModelCardData
 from packaging.licenses import canonicalize_license_expression
 
 from .. import storage, texts
 from ..config import TrainingConfig
-from ..latents.manifest import DataSets, Manifest
+from ..latents.manifest import DataSets, Manifest, read_manifest
 from ..sample import adapter_of_run
 from ..train import run_folder
 
@@ -41,12 +41,8 @@ def model_card(
         sampling: see `call_options`.
     """
     adapter, manifest = adapter_of_run(config), data.first
-    licence = canonicalize_license_expression(licence) if licence else None
-    metadata = {"library_name": "diffusers", "pipeline_tag": "text-to-image", "tags": [adapter.pipeline]}
-    if licence and (licence.startswith("LicenseRef-") or " " in licence):
-        metadata |= {"license": "other", "license_name": licence}
-    elif licence:
-        metadata |= {"license": licence.lower()}  # as the hub writes SPDX ids
+    licence, metadata = licence_metadata(licence)
+    metadata |= {"library_name": "diffusers", "pipeline_tag": "text-to-image", "tags": [adapter.pipeline]}
     facts = {
         "data": "; ".join(describe_rows(uri, manifest, data) for uri, manifest in data.manifests.items()),
         "VAE": public_name(manifest.vae_model),
@@ -67,6 +63,61 @@ def model_card(
         facts={name: texts.markdown_cell(value) for name, value in facts.items()},
         licence=licence,
     )
+
+
+def licence_metadata(licence: str | None) -> tuple[str | None, dict[str, str]]:
+    """`(the licence as SPDX writes it, what the hub reads of it)`. Raises ValueError for what is no SPDX expression."""
+    if not licence:
+        return None, {}
+    licence = canonicalize_license_expression(licence)
+    if licence.startswith("LicenseRef-") or " " in licence:
+        return licence, {"license": "other", "license_name": licence}
+    return licence, {"license": licence.lower()}  # as the hub writes SPDX ids
+
+
+def write_data_card(latents_uri: str, *, licence: str | None = None) -> None:
+    """Write the README of a finished job's latents into their folder; see `data_card`."""
+    card = data_card(read_manifest(latents_uri), storage.name(latents_uri), licence)
+    storage.write_text(storage.join(latents_uri, "README.md"), str(card))
+
+
+def data_card(manifest: Manifest, name: str, licence: str | None = None) -> DatasetCard:
+    """The card of a latents folder: what was encoded, how, and what its columns are. `licence`: as in `model_card`.
+
+    `name`: the folder's, for data without an input of its own.
+    """
+    licence, metadata = licence_metadata(licence)
+    metadata |= {"task_categories": ["text-to-image"], "size_categories": [size_category(manifest.written)]}
+    metadata |= {"configs": [{"config_name": "default", "data_files": "data/*.parquet"}], "tags": ["latents"]}
+    facts = {
+        "rows": f"{manifest.written:,}",
+        "rejected rows": "; ".join(f"{count:,}: {reason}" for reason, count in manifest.rejected.items()) or "none",
+        "resolutions": ", ".join(map(str, manifest.resolutions)),
+        "held out for validation": f"{manifest.job.get('validation_share', 0):g} of the rows",
+        "VAE": public_name(manifest.vae_model),
+        "text encoder": public_name(manifest.text_encoder_model),
+        "captions per row": manifest.num_captions,
+    }
+    return DatasetCard.from_template(
+        DatasetCardData(**metadata),
+        template_path=str(pathlib.Path(__file__).with_name("data_card.md")),
+        name=texts.markdown_cell(public_name(manifest.job.get("input_uri") or name)),
+        facts={name: texts.markdown_cell(value) for name, value in facts.items()},
+        columns={spec.name: "up to " * spec.ragged + " x ".join(map(str, spec.shape)) for spec in manifest.columns},
+        scaling_factor=manifest.scaling_factor,
+        shift_factor=manifest.shift_factor,
+        has_moments=any(spec.resolution and spec.shape[0] == 2 for spec in manifest.columns),
+        licence=licence,
+    )
+
+
+def size_category(rows: int) -> str:
+    """What the hub calls a number of rows, such as "10K<n<100K"."""
+    names = ["1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T"]
+    passed = sum(rows >= 1000 * 10**power for power in range(len(names)))
+    if passed in (0, len(names)):
+        return "n>1T" if passed else "n<1K"
+    return f"{names[passed - 1]}<n<{names[passed]}"
 
 
 def call_options(

@@ -46,7 +46,10 @@ class Extra:
         return Hook()
 
     def trainer_options(self, config: TrainingConfig) -> dict[str, Any]:
-        """What the driver's `TorchTrainer` needs: "callbacks" (a list), "validation_config"; {} if nothing."""
+        """What the driver's `TorchTrainer` needs; {} if nothing.
+
+        "callbacks" (a list), "validation_config", "failure_config" ({field of Ray Train's `FailureConfig`: value}).
+        """
         return {}
 
     def on_driver(self, config: TrainingConfig) -> contextlib.AbstractContextManager:

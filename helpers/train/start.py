@@ -38,7 +38,8 @@ def training_config(parameters: dict[str, Any]) -> TrainingConfig:
     `init_from` gets a commit or a step (`pin_weights`). Raises ValueError if a fixed parameter differs from
     the earlier run's (`check_resume`), before data is looked at.
     """
-    earlier = read_earlier(TrainingConfig(**{name: parameters.get(name) for name in ("storage", "run_name")}))
+    location = {name: parameters.get(name) for name in ("storage", "run_name")}
+    earlier = read_earlier(TrainingConfig.from_parameters(location))
     begun = earlier["parameters"] if earlier else {}
     units = parameters["units_per_step"] or begun.get("units_per_step")
     config = TrainingConfig.from_parameters(parameters, units_per_step=units)

@@ -17,13 +17,17 @@ import ray
 import ray.train
 from ray import cloudpickle
 
+from helpers import cluster as session
 from helpers import storage
 from helpers.config import PreprocessingConfig
 from helpers.encode import encoder, stages
+from helpers.encode.job import Segment
 from helpers.latents import read
 from helpers.latents.manifest import read_manifest
 from helpers.latents.plan import read_files
 from helpers.lesson import captioned_shapes
+from helpers.online import index
+from helpers.online.config import OnlineConfig
 from helpers.production import monitor
 from helpers.raw import inputs
 from helpers.train import metrics, run_folder
@@ -44,7 +48,7 @@ from tests.faults import (
     truncate_newest,
     wait_for_ever,
 )
-from tests.pipelines import TWO_WORKERS, build_pipeline, evaluated, fit, prepare_job, short_run
+from tests.pipelines import TWO_WORKERS, build_pipeline, detected, evaluated, fit, prepare_job, short_run
 
 # Workers cannot import this module: what they need of it travels with the function that they run.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -243,3 +247,25 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     counts = [manifest.read, manifest.written, manifest.filtered]
     assert counts == [70, len(wanted), 70 - len(passed)] and 0 < len(wanted) < 70
     assert manifest.rejected == {"excluded": 4}
+
+
+def test_a_task_that_kills_its_process_is_tried_four_times(cluster, tmp_path, monkeypatch):
+    """One that reads for a job, and one that indexes for an online run. Ray Data would repeat it without end."""
+    config = OnlineConfig(storage=str(tmp_path), resolutions=[32])
+    captioned_shapes.write_data_set(config.raw_uri, 20)
+    config, attempts = detected(config), tmp_path / "attempts"
+
+    def note_and_die(*_, **__):
+        with open(attempts, "a") as file:
+            file.write("x")
+        die()
+
+    monkeypatch.setattr(inputs, "read_part", note_and_die)
+    monkeypatch.setattr(index, "as_row", note_and_die)
+    paths, listing = inputs.list_inputs(config)
+    with pytest.raises(ray.exceptions.RayError) as raised:
+        inputs.read_rows(Segment(0, paths, 20), config).take_all()
+    assert session.was_lost(raised.value) and attempts.read_text() == "xxxx"
+    with pytest.raises(RuntimeError, match="^The same command resumes the index"):
+        index.build_index(f"{tmp_path}/index", paths, listing, config, 0.05)
+    assert attempts.read_text() == 2 * "xxxx"

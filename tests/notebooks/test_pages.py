@@ -10,7 +10,7 @@ import yaml
 
 from helpers.config import PreprocessingConfig, TrainingConfig
 from tests.execute_notebooks import NOTEBOOKS, ROOT
-from tests.pipelines import defaults
+from tests.pipelines import defaults, filled
 
 PAGES = ["README.md", "helpers/clusters/README.md"]
 PAGES += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("helpers/docs/*.md"))
@@ -59,4 +59,4 @@ def test_papermill_commands_set_parameters_of_their_notebook_to_values_that_it_t
     for name, given in papermill_calls():
         assert given.keys() <= defaults(name).keys(), (name, given)
         config = PreprocessingConfig if name == NOTEBOOKS[0] else TrainingConfig
-        config.from_parameters({**defaults(name), **given})
+        config.from_parameters({**defaults(name), **filled(given)})

@@ -73,9 +73,12 @@ def trainer_options(
 ) -> dict[str, Any]:
     """Arguments of `TorchTrainer`: `run_config` with the callbacks of all extras, `validation_config` if one has it.
 
-    Lost workers and checkpoints are recorded in any case.
+    An extra's "failure_config" changes values of the `run_config`'s own. Lost workers and checkpoints are recorded in
+    any case.
     """
     options = [extra.trainer_options(config) for extra in extras.values()]
     callbacks = [callback for option in options for callback in option.pop("callbacks", [])]
+    for name, value in (item for option in options for item in option.pop("failure_config", {}).items()):
+        setattr(run_config.failure_config, name, value)
     run_config.callbacks = [*run_config.callbacks, RecordFailures(config.run_uri), *callbacks]
     return {"run_config": run_config, **{name: value for option in options for name, value in option.items()}}

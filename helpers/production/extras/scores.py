@@ -84,13 +84,16 @@ def held_out_rows(config: TrainingConfig) -> pa.Table | None:
 def read_prompts(given: list[str] | str | None) -> list[str] | None:
     """The lines of a text file, without blank ones; a list, or None, comes back as it is.
 
-    Raises FileNotFoundError for a file that is not there, ValueError for a file without a line.
+    Raises FileNotFoundError for a file that is not there, ValueError for one without a line or that is no text.
     """
     if not isinstance(given, str):
         return given
     if not storage.is_file(given):
         raise FileNotFoundError(f"prompts={given!r} does not exist: give a text file of prompts, or a list of them.")
-    lines = map(str.strip, storage.read_bytes(given).decode("utf-8-sig").split("\n"))
+    try:
+        lines = map(str.strip, storage.read_bytes(given).decode("utf-8-sig").split("\n"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts={given!r} is no text in UTF-8 ({error.reason} at byte {error.start}).") from None
     if prompts := list(filter(None, lines)):
         return prompts
     raise ValueError(f"prompts={given!r} holds no prompt: give at least one.")

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ...train.step import Unit
 
 LIMIT = "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"
+NCCL = {"RAY_TRAIN_ENABLE_NCCL_HANG_DETECTOR": "1", "RAY_TRAIN_NCCL_RAS_ACTION": "fail"}
+NCCL_LIMIT = "RAY_TRAIN_NCCL_RAS_CONFIRM_DURATION_S"
 
 
 @validated
@@ -34,9 +36,15 @@ class Watchdog(Extra):
     A worker that waits forever, in a collective or for a file system, looks alive from outside. The limit is ten times
     `timeout` before the first step of each shape of images, which may be compiled, and for a checkpoint, because the
     upload before it may take long.
+
+    `asks_nccl`: Ray Train also asks NCCL every 15 seconds whether all ranks are in the same collective. If they are not
+    for half of `timeout`, it ends the workers with an error that names the ranks and the collective, and writes their
+    stacks to `hang_detector/` in the run's folder. It needs NCCL 2.24 or newer and the program `ncclras` on each node;
+    without them Ray Train logs a warning and goes on.
     """
 
     timeout: pydantic.PositiveFloat = 600.0
+    asks_nccl: bool = False
 
     def __call__(self, run: Run) -> contextlib.AbstractContextManager[Hook]:
         rank = ray.train.get_context().get_world_rank()
@@ -46,17 +54,21 @@ class Watchdog(Extra):
     def on_driver(self, config: TrainingConfig) -> Iterator[None]:
         """Ray Train gives up on a worker that does not answer for as long.
 
-        A stopped process (SIGSTOP, a frozen machine) cannot run its own timer. Ray Train offers a limit only as an
-        environment variable, which its controller inherits from the process that calls `trainer.fit()`.
+        A stopped process (SIGSTOP, a frozen machine) cannot run its own timer. Ray Train offers these settings only as
+        environment variables of the process that calls `trainer.fit()`.
         """
-        before = os.environ.get(LIMIT)
-        os.environ[LIMIT] = str(self.timeout)
+        settings = {LIMIT: str(self.timeout)}
+        if self.asks_nccl:
+            settings |= {**NCCL, NCCL_LIMIT: str(self.timeout / 2)}
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
         try:
             yield
         finally:
-            os.environ.pop(LIMIT)
-            if before is not None:
-                os.environ[LIMIT] = before
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
 
 
 class Timer(Hook):

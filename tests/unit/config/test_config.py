@@ -29,7 +29,8 @@ ONE = {
     "limit": [0, "all"],
     "seed": [-1, 1.5, 2**63, 10**30],
     "max_failures": [-2, 0.5],
-    "num_encoders": [0, [1, 2, 3], "(0, 1)"],
+    "num_encoders": [0, [1, 2, 3], "(0, 1)", (3, 1)],
+    "num_training_workers": [(2, 1)],
     "gpus_per_encoder": [-1, NAN],
     "weight_decay": [-0.1, float("inf")],
     "validation_share": [1, -0.1, "1"],
@@ -142,6 +143,24 @@ def test_every_parameter_is_checked(kind):
 def test_an_unknown_parameter_is_refused():
     with pytest.raises(ValueError, match="^learning_rat=1 .*PARAMETERS.md"):
         TrainingConfig(learning_rat=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"storage": "s3://your-bucket/sd2"}, "storage: 's3://your-bucket/sd2' still has the placeholder your-bucket"),
+        ({"vae_model": "a/b@REPLACE_WITH_COMMIT"}, "vae_model: 'a/b@REPLACE_WITH_COMMIT' still has"),
+        ({"extras": {"evaluate": {"clip_model": "a/b@REPLACE_WITH_COMMIT"}}}, "extras: 'a/b@REPLACE_WITH_COMMIT'"),
+    ],
+    ids=str,
+)
+def test_what_a_profile_leaves_open_is_refused_by_the_first_cell(given, sentence):
+    """A CLIP would be loaded for the first time after hours of training."""
+    with pytest.raises(ValueError, match=rf"^{re.escape(sentence)}[^\n]*\.$"):
+        PreprocessingConfig.from_parameters(given)
+    if "vae_model" not in given:
+        with pytest.raises(ValueError, match=rf"^{re.escape(sentence)}[^\n]*\.$"):
+            start.training_config({"storage": "storage", "run_name": "a", "units_per_step": None, **given})
 
 
 def test_an_unknown_section_is_refused():

@@ -236,6 +236,12 @@ def test_the_best_is_that_of_the_best_score(build_run, best_by, values, best):
 # ---- what the driver settles
 
 
+def test_a_file_of_prompts_that_is_no_text_is_refused_by_name(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes("ein grüner Kreis".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"prompts='.*prompts\.txt' is no text in UTF-8 .*byte 6"):
+        scores.read_prompts(f"{tmp_path}/prompts.txt")
+
+
 def test_the_driver_settles_prompts_and_hands_over_the_evaluation(build_run, tmp_path):
     config = build_run()
     (tmp_path / "prompts.txt").write_text("\ufeffa red circle\r\n\n  a blue square, small ")

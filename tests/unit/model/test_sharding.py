@@ -1,8 +1,10 @@
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention
+from torch._inductor import config as inductor_config
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.torch_version import TorchVersion
 
 from helpers.model import denoisers, sharding
 from helpers.model.denoisers import build_denoiser
@@ -69,6 +71,15 @@ def test_every_block_is_compiled_for_every_size_by_itself(version, request, monk
         assert len(graphs) == 4 * number and not any(graphs)
     blocks[0](torch.randn(2, 2, 8, 8))
     assert len(graphs) == 16
+
+
+@pytest.mark.parametrize(("version", "reindexes"), [("2.13.0+cu130", False), ("2.14.0", True)])
+def test_blocks_are_compiled_without_the_fusion_that_slows_upsampling(graphs, monkeypatch, version, reindexes):
+    """PyTorch has a guard from 2.14 on."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    with inductor_config.patch(loop_reindexing_after_fusion=True):
+        compile_blocks(build_denoiser("tiny"))
+        assert inductor_config.loop_reindexing_after_fusion is reindexes
 
 
 def test_ddp_does_not_cut_compiled_blocks(group_of_one, graphs, monkeypatch):

@@ -1,5 +1,6 @@
 """The list of extras: what a job may change in it, and what is refused before Ray starts."""
 
+import os
 import types
 
 import pytest
@@ -49,6 +50,35 @@ def test_the_driver_gets_the_callbacks_of_all_extras(tmp_path):
     options = trainer_options({"told": Told(), **LISTED}, TrainingConfig(storage=str(tmp_path)), RunConfig(name="a"))
     kinds = [type(callback) for callback in options["run_config"].callbacks]
     assert kinds == [RecordFailures, ray.train.UserCallback] and options["validation_config"] == "a config"
+
+
+def test_a_preempted_node_gives_the_others_time_to_upload_without_leaving_out_its_part(tmp_path):
+    config, listed = TrainingConfig(storage=str(tmp_path)), {"preemption": preemption.Preemption()}
+    for changes, seconds in (({}, 0), ({"preemption": {"grace_seconds": 60}}, 60)):
+        retry = ray.train.FailureConfig(max_failures=3)
+        options = trainer_options(choose(listed, changes), config, RunConfig(name="a", failure_config=retry))
+        failures = options["run_config"].failure_config
+        assert (failures.max_failures, failures.preemption_grace_s) == (3, seconds)
+        assert not failures.relax_collectives_on_preemption and set(options) == {"run_config"}
+
+
+@pytest.mark.parametrize("asks_nccl", [True, False])
+def test_the_watchdog_lets_ray_train_ask_nccl_only_if_wanted_and_before_it_acts_itself(
+    tmp_path, monkeypatch, asks_nccl
+):
+    """Afterwards the environment is as it was."""
+    monkeypatch.setenv("RAY_TRAIN_NCCL_RAS_ACTION", "observe")
+    monkeypatch.delenv("RAY_TRAIN_ENABLE_NCCL_HANG_DETECTOR", raising=False)
+    before, config = dict(os.environ), TrainingConfig(storage=str(tmp_path))
+    chosen = choose({"watchdog": Watchdog()}, {"watchdog": {"timeout": 60, "asks_nccl": asks_nccl}})
+    with chosen["watchdog"].on_driver(config):
+        assert os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] == "60.0"
+        asked = os.environ.get("RAY_TRAIN_ENABLE_NCCL_HANG_DETECTOR")
+        assert asked == ("1" if asks_nccl else None)
+        if asks_nccl:
+            assert os.environ["RAY_TRAIN_NCCL_RAS_ACTION"] == "fail"
+            assert os.environ["RAY_TRAIN_NCCL_RAS_CONFIRM_DURATION_S"] == "30.0"
+    assert dict(os.environ) == before
 
 
 def test_a_preemption_is_answered_by_one_checkpoint(monkeypatch):

@@ -88,6 +88,15 @@ def test_another_hosts_lease_is_taken_over_ten_minutes_after_it_was_renewed(fold
     assert os.listdir(folder) == ["lease.json"]
 
 
+def test_a_damaged_lease_locks_a_run_for_ten_minutes_and_not_longer(folder):
+    uri = pathlib.Path(folder, "lease.json")
+    uri.write_text('{"token": "thei')
+    with pytest.raises(RuntimeError, match="in use by an unknown process .* ends 10 minutes after"):
+        hold(folder)
+    os.utime(uri, (time.time() - 700,) * 2)
+    hold(folder).check()
+
+
 def test_the_same_job_takes_over_at_once_on_another_host(folder, monkeypatch):
     write_lease(folder)
     monkeypatch.setenv("PRETRAIN_JOB_ID", "4711")

@@ -11,7 +11,7 @@ import sys
 import diffusers
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import DatasetCard, ModelCard
 from safetensors import safe_open
 
 from helpers.config import TrainingConfig
@@ -20,7 +20,7 @@ from helpers.latents.manifest import DataSets
 from helpers.lesson import ablations
 from helpers.model import denoisers
 from helpers.model.denoisers import build_denoiser, load_denoiser_config
-from helpers.production.card import model_card
+from helpers.production.card import data_card, model_card, size_category
 from helpers.sample import export_pipeline, pipeline_of_run
 from tests.faults import slow
 from tests.models import MOST_TOKENS, WIDTH, tiny_model
@@ -168,3 +168,24 @@ def test_the_readme_is_a_model_card_with_licence_data_encoders_and_steps(licence
         assert f"| {line} |" in card.text
     assert "| prediction_type | v_prediction |" in card.text and "    height=32,\n" in card.text
     assert "/home/me" not in card.text
+
+
+def test_latents_get_a_data_card_that_names_no_secret_and_no_folder(tmp_path):
+    """Its text is shown as text, and the hub's own class reads its metadata."""
+    source = "s3://key:secret@bucket/pictures?token=secret"
+    manifest = data_sets(text_encoder_model="/home/me/clip").first
+    manifest = dataclasses.replace(manifest, job={"input_uri": source}, rejected={"no | caption": 3})
+    card = data_card(manifest, "latents", "apache-2.0")
+    found = DatasetCard(str(card)).data.to_dict()
+    assert found["license"] == "apache-2.0" and found["size_categories"] == ["1K<n<10K"]
+    assert found["configs"] == [{"config_name": "default", "data_files": "data/*.parquet"}]
+    lines = ["rows | 1,234", "rejected rows | 3: no \\| caption", f"VAE | org/vae@{'1' * 40}", "text encoder | clip"]
+    for line in [*lines, "image_latents_64 | 2 x 4 x 8 x 8"]:
+        assert f"| {line} |" in card.text, line
+    assert "# Latents of s3://bucket/pictures" in card.text
+    assert not re.search("secret|/home/me|key:", str(card))
+
+
+@pytest.mark.parametrize(("rows", "named"), [(999, "n<1K"), (1000, "1K<n<10K"), (10**9, "1B<n<10B"), (10**12, "n>1T")])
+def test_a_number_of_rows_is_called_as_the_hub_calls_it(rows, named):
+    assert size_category(rows) == named

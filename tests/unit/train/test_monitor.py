@@ -79,6 +79,22 @@ def test_a_run_shows_loss_speed_and_lost_workers(terminal, tmp_path, capsys):
     assert line.startswith("run a: 40 of 40 steps in ") and line.endswith(", loss 0.250, 16 images/s")
 
 
+TRAINS = """
+import json, sys
+from helpers.train import metrics
+log = metrics.MetricsLog(sys.argv[1])
+for step in range(1, 21):
+    log.write(step, {"loss": 0.25, "num_kept": 8, **json.loads(sys.argv[2])}, [step])
+"""
+
+
+def test_a_run_that_another_process_trains_is_shown_until_its_last_step(terminal, tmp_path):
+    storage.write_json(f"{tmp_path}/run/config.json", {"parameters": {"max_steps": 20}})
+    with subprocess.Popen([sys.executable, "-c", TRAINS, f"{tmp_path}/run", json.dumps(SPEED)], cwd=ROOT):
+        monitor.follow(f"{tmp_path}/run", every=0.05)
+    assert terminal()[-1].startswith("run run: 20 of 20 steps in ") and "loss 0.250" in terminal()[-1]
+
+
 def test_a_store_that_gives_no_answer_for_a_while_hides_no_step(terminal, tmp_path, monkeypatch, capsys):
     """Said once each time; what was read before the error is shown later."""
     config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=20)
