@@ -68,10 +68,9 @@ def assemble(folder, changes=None, **settings):
     return script
 
 
-def short_form(folder):
-    """The script of the online notebook's tagged cells: it trains on `folder`/raw and prints its losses."""
-    folder = pathlib.Path(folder).resolve()
-    begin = BEGIN.format(raw=f"{folder}/raw", latents="", scratch=str(folder), models=MODELS)
+def short_form():
+    """The script of the online notebook's tagged cells: it trains on `scratch`/raw and prints its losses."""
+    begin = first_lines().replace("/path/to/helpers/models/tiny-sd", MODELS)
     end = "losses, weights = trainer.fit().return_value\nprint('losses:', losses)\n"
     return "\n\n".join([begin, *cells([ONLINE]), end])
 

@@ -65,7 +65,7 @@ def test_the_short_form_of_the_online_notebook_trains_what_trainings_loop_draws(
 @pytest.mark.slow
 def test_the_short_form_of_the_online_notebook_needs_only_what_its_text_names(tmp_path):
     """Ray, a folder of raw rows, one for results, and the models: with these, its cells encode and train elsewhere."""
-    captioned_shapes.write_data_set(tmp_path / "raw", 70)
-    printed = by_hand.execute(tmp_path, by_hand.short_form(tmp_path))
+    captioned_shapes.write_data_set(tmp_path / "scratch" / "raw", 70)
+    printed = by_hand.execute(tmp_path, by_hand.short_form())
     losses = ast.literal_eval(re.search(r"^losses: (.*)$", printed, re.MULTILINE)[1])
     assert len(losses) == 3 and losses[0] == pytest.approx(1, abs=0.3)
