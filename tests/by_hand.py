@@ -11,6 +11,17 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 MODELS = str(ROOT / "helpers" / "models" / "tiny-sd")
 NOTEBOOKS = ["Preprocessing.ipynb", "Training.ipynb"]
+BEGIN = """import ray
+
+raw_folder, latents_folder, scratch, steps = {raw!r}, {latents!r}, {scratch!r}, 4
+
+
+def models():
+    return {models!r}
+
+
+ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+"""
 END = "pipeline.save_pretrained({folder!r})\n"
 
 
