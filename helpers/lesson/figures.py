@@ -623,7 +623,7 @@ def draw_score(ax: Axes, scores: pd.DataFrame, column: str) -> str:
     known = scores.dropna(subset=[column])
     ax.plot(known["step"], known[column], "o-", color=color, ms=4)
     if column == "clip_score":  # of any image and caption it is far from 0
-        label += " (axis cut)"
+        label += " (axis is cut)"
     else:
         ax.set_ylim(0, None)
     label_steps(ax, label, most_ticks=4)
