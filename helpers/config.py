@@ -48,7 +48,7 @@ def check_run_name(name: str) -> str:
 
 def check_pair(pair: tuple[int, int]) -> tuple[int, int]:
     if pair[0] > pair[1]:
-        raise ValueError(f"the pair is (least, most): write ({pair[1]}, {pair[0]})")
+        raise ValueError(f"({pair[1]}, {pair[0]}): the least number comes first")
     return pair
 
 
@@ -151,11 +151,14 @@ def read_as_typed(value: Any, validate: Callable[[Any], T]) -> T:
     """
     try:
         return validate(value)
-    except pydantic.ValidationError:
-        for reading in readings(value):
-            with contextlib.suppress(pydantic.ValidationError):
-                return validate(reading)
-        raise
+    except pydantic.ValidationError as error:
+        wrong = error
+    for reading in readings(value):
+        try:
+            return validate(reading)
+        except pydantic.ValidationError as error:
+            wrong = error if isinstance(value, str) else wrong  # about what the text says
+    raise wrong
 
 
 def readings(value: Any) -> Iterator[Any]:

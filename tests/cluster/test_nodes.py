@@ -138,15 +138,18 @@ def scaling(**changes):
 
 
 @contextlib.contextmanager
-def watched(node):
-    """A node's watcher, as the cluster files start it; yields a function that announces the node's interruption."""
+def watched(node, *options):
+    """A node's watcher, as the cluster files start it; yields a function that announces the node's interruption.
+
+    `options`: of `ray drain-node`.
+    """
     server = http.server.HTTPServer(("127.0.0.1", 0), MetadataService)
     server.end = None
     threading.Thread(target=server.serve_forever, daemon=True).start()
     uri = f"http://127.0.0.1:{server.server_port}"
     variables = {**os.environ, "AWS_EC2_METADATA_SERVICE_ENDPOINT": uri, "RAY_ADDRESS": node.address}
     variables["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # of `ray`
-    command = ["bash", ROOT / "helpers" / "clusters" / "before_spot_ends.sh", "--node-id", node.node_id]
+    command = ["bash", ROOT / "helpers" / "clusters" / "before_spot_ends.sh", "--node-id", node.node_id, *options]
     watcher = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE)
 
     def announce(seconds):
@@ -220,6 +223,68 @@ def test_an_elastic_run_follows_the_nodes(nodes, data, tmp_path):
     lose(nodes, first)
     assert 5 <= saved < 60 and all(first > saved for first in attempts_of(config)[1:])  # not from the start
     assert_bare(config)  # every step has the samples of the plan, and the loss of a bare loop
+
+
+def loop_with_slow_upload(folder, config, **options):
+    """The worker loop, of which rank 0 of two uploads nothing before the file `gone` is in `folder`.
+
+    From its first upload on, rank 0 waits in a step for ever, as NCCL does for a lost rank. Other files in `folder` say
+    who has begun and ended an upload, and where rank 0 is. The next attempt trains as usual.
+    """
+    rank, copy_folder, train_one = ray.train.get_context().get_world_rank(), storage.copy_folder, TrainStep.step
+
+    def note(name, text=""):
+        (folder / f"{name}.part").write_text(text)
+        (folder / f"{name}.part").rename(folder / name)
+
+    def copy_late(source, target):
+        note(f"begun {rank}")
+        if rank == 0:
+            wait_until((folder / "gone").exists)
+        copy_folder(source, target)
+        note(f"ended {rank}")
+
+    def step_or_wait(self, step, units):
+        if rank == 0 and (folder / "begun 0").exists():
+            threading.Event().wait()
+        threading.Event().wait(0.3)  # so that the notice comes before the last step
+        return train_one(self, step, units)
+
+    if not (folder / "gone").exists():
+        if rank == 0:
+            note("rank 0", this_node())
+        storage.copy_folder, TrainStep.step = copy_late, step_or_wait
+    train_loop_per_worker(config, **options)
+
+
+@slow
+def test_an_upload_that_outlasts_a_preempted_node_is_finished(nodes, data, tmp_path, monkeypatch):
+    """By default Ray Train would end the other worker at the deadline, and the run would start over."""
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")  # it may ask for both nodes once more
+    made = [add_node(nodes, resources=TRAINER) for _ in range(2)]
+    extras = {"preemption": {"grace_seconds": 60}, "evaluate": None}
+    config = run_of(data, "grace", num_training_workers=(1, 2), max_steps=40, checkpoint_every=100, extras=extras)
+
+    def preempt():
+        wait_until(lambda: steps_done(config) >= 3)
+        (node,) = (node for node in made if node.node_id != (tmp_path / "rank 0").read_text())
+        with watched(node, "--deadline-remaining-seconds", "20") as announce:
+            announce(seconds=20)
+        deadline = time.time() + 20
+        wait_until(lambda: (tmp_path / "begun 0").exists() and (tmp_path / "ended 1").exists())
+        wait_until(lambda: time.time() > deadline + 2)  # only then Ray takes the loss for the one that was announced
+        lose(nodes, node)
+        wait_until(lambda: not is_alive(node))
+        begun = (tmp_path / "ended 0").exists()
+        (tmp_path / "gone").touch()
+        return begun
+
+    preempted = in_background(preempt, tmp_path / "released")
+    fit(config, loop=functools.partial(loop_with_slow_upload, tmp_path), ScalingConfig=scaling())
+    assert preempted() is False and (tmp_path / "ended 0").exists()
+    first, second = attempts_of(config)
+    assert first == 1 and second > 3  # the only checkpoint before it is that of the notice
+    assert_bare(config)
 
 
 @slow

@@ -12,7 +12,7 @@ from helpers.config import PreprocessingConfig, TrainingConfig
 from tests.execute_notebooks import NOTEBOOKS, ROOT
 from tests.pipelines import defaults, filled
 
-PAGES = ["README.md", "helpers/clusters/README.md"]
+PAGES = ["README.md", "helpers/clusters/README.md", ".github/SECURITY.md"]
 PAGES += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("helpers/docs/*.md"))
 
 

@@ -29,8 +29,7 @@ ONE = {
     "limit": [0, "all"],
     "seed": [-1, 1.5, 2**63, 10**30],
     "max_failures": [-2, 0.5],
-    "num_encoders": [0, [1, 2, 3], "(0, 1)", (3, 1)],
-    "num_training_workers": [(2, 1)],
+    "num_encoders": [0, [1, 2, 3], "(0, 1)"],
     "gpus_per_encoder": [-1, NAN],
     "weight_decay": [-0.1, float("inf")],
     "validation_share": [1, -0.1, "1"],
@@ -138,6 +137,15 @@ def test_every_parameter_is_checked(kind):
     for name in FIELDS[kind]:
         with pytest.raises(ValueError, match=rf"^{name}=<object .*>"):
             kind(**{name: object()})
+
+
+@pytest.mark.parametrize("given", [(3, 1), [3, 1], "(3, 1)"], ids=str)
+@pytest.mark.parametrize("name", ["num_encoders", "num_training_workers"])
+def test_a_range_of_workers_that_begins_with_the_larger_number_is_refused(name, given):
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(f'{name}={given!r}')} .*\(1, 3\): the least number comes first\.$"
+    ):
+        kind_of({name: given})(**{name: given})
 
 
 def test_an_unknown_parameter_is_refused():
