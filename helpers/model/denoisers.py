@@ -19,7 +19,11 @@ CLIP, T5, T5GEMMA = "CLIPTextModel", "T5EncoderModel", "T5GemmaEncoder"
 
 
 class Adapter:
-    """A class of denoisers in diffusers: its blocks, its arguments, and the models that its pipeline accepts.
+    """A class of denoisers: its blocks, its arguments, and the models that its pipeline accepts.
+
+    Training needs `name`, `kind`, `blocks` and `conditions`; sampling and export need the rest. The class of `kind` is
+    one of diffusers, or has `from_config(dict)` and is called as `denoise` does; activation checkpointing also calls
+    its `enable_gradient_checkpointing`.
 
     Attributes:
         name: of the class.

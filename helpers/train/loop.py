@@ -32,7 +32,10 @@ class Source(Protocol):
         """What the data is. Called first, so that slow beginnings run while the model is built."""
 
     def resume_point(self) -> dict[str, Any]:
-        """{"checkpoint": its URI or None, "step": steps done}: what the workers load; called on rank 0."""
+        """{"checkpoint": its URI or None, "step": steps done}: what the workers load; called on rank 0.
+
+        It is chosen once for each group of workers, by `run_folder.choose_resume_point(run_uri)`.
+        """
 
     def steps(self, step: int) -> Iterator[tuple[list[Unit], float]]:
         """Yield `(this worker's units, seconds that it waited for data)` for each step from `step` on."""
