@@ -15,6 +15,7 @@ _DATA = yaml.safe_load(pathlib.Path(__file__).with_suffix(".yaml").read_text())
 SOURCES = _DATA["sources"]
 DATA_PATHS, ABLATION, SCALING = (pd.DataFrame(_DATA[name]) for name in ("data_paths", "ablation", "scaling"))
 INSTANCES, PHASES, EPOCH_COSTS = (pd.DataFrame(_DATA[name]) for name in ("instances", "phases", "epoch_costs"))
+TRAINERS, ENCODERS = (pd.DataFrame(_DATA[name]) for name in ("trainers", "encoders"))
 # By name; each with `value`, `unit` and `source`.
 FACTS = {name: SimpleNamespace(**fact) for name, fact in _DATA["facts"].items()}
 
