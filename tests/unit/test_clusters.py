@@ -169,6 +169,15 @@ def test_the_image_holds_what_the_jobs_command_needs():
     assert len(named) == 3
 
 
+@pytest.mark.parametrize("checksum", ["", "0123"], ids=["without its checksum", "with it"])
+def test_the_image_has_efa_if_the_checksum_of_its_installer_is_given(checksum):
+    (begin,) = re.findall(r"^RUN (if .*EFA_SHA256.* fi) ", TEXTS["Dockerfile"], re.MULTILINE)
+    variables = {**os.environ, "EFA_SHA256": checksum}
+    command = ["bash", "-c", f"{begin} && echo installs"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert ("installs" in done.stdout) == bool(checksum) != ("an image without EFA" in done.stdout)
+
+
 def test_every_file_has_the_pinned_ray():
     (version,) = re.findall(r"^ray\[data,train\]==(\S+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     assert f"FROM rayproject/ray:{version}-py3" in TEXTS["Dockerfile"]

@@ -121,9 +121,9 @@ def wandb(config: TrainingConfig) -> Iterator[Track]:
 
 @contextlib.contextmanager
 def prometheus(config: TrainingConfig) -> Iterator[Track]:
-    """Sets three of Ray's metrics, `ray_pretraining_loss` and so on, tagged with the run. The driver's node exports them.
+    """Sets three of Ray's metrics, `ray_pretraining_loss` and so on, tagged with the run.
 
-    `helpers/clusters/grafana.json` shows them.
+    The driver's node exports them; `helpers/clusters/grafana.json` shows them.
     """
     from ray.util.metrics import Gauge
 
