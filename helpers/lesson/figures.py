@@ -306,7 +306,7 @@ def loss_curves(runs: Mapping[str, pd.DataFrame], *, consecutive: bool = False, 
             _mark_step(ax, start, label)
         start = steps.iloc[-1] if consecutive else 0
     label_steps(ax, "loss")
-    ax.set(xlabel=x)
+    ax.set(xlabel=x, ylim=(0, None))
     add_legend(ax)
     return fig.described(f"Loss over {x.removesuffix('s')}s. {'; '.join(said)}.")
 

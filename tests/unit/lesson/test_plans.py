@@ -86,6 +86,18 @@ def test_a_plan_has_the_machines_rates_and_prices_of_the_gpus_that_are_chosen():
     table = planner.compare_machines()
     assert table.loc["32 x A100-80G", "training, $"] == pytest.approx(67_405, rel=1e-3)
     assert set(published_results.TRAINERS["gpus"]) < set(table.index)
+    hours, dollars = table.loc["64 x H100", ["hours", "training, $"]]
+    assert f"| {64 * hours:,.0f} | {dollars:,.0f} on demand, 2026 |" in README.read_text()
+
+
+def test_the_page_of_published_numbers_has_the_rates_and_prices_that_the_planner_takes():
+    page = (README.parent / "helpers/docs/PUBLISHED.md").read_text()
+    for row in published_results.TRAINERS.itertuples():
+        machine = planner.MACHINES[row.machine]
+        price = machine.dollars_per_hour / machine.num_gpus
+        assert re.search(
+            rf"^\| {row.gpus} \| {row.batch} \| {row.images_per_second} .*\| {price:.2f} \|", page, re.MULTILINE
+        )
 
 
 @pytest.mark.parametrize("row", list(published_results.EPOCH_COSTS.itertuples()), ids=lambda row: row.setup)
