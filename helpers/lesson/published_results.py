@@ -36,14 +36,6 @@ def phases_table(measured: dict[int, float]) -> pd.DataFrame:
     return table.set_index(["who", "resolution"])
 
 
-def precomputation_table() -> pd.DataFrame:
-    """What encoding a data set once cost others, one row each. Column `derived` names what is not published."""
-    table = pd.DataFrame(_DATA["precomputation"]).set_index("what")
-    table["derived"] = table["derived"].map(", ".join)
-    table.insert(4, "images/s", table["images"] / table["hours"] / 3600)
-    return table
-
-
 def published_ablation(resolution: int, measured: pd.DataFrame | None = None) -> pd.DataFrame:
     """ABLATION at 256 or 512 pixels: one row per setting, images/s and speedup on both clusters, to two digits.
 
