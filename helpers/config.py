@@ -102,6 +102,7 @@ PLACEHOLDER = re.compile(r"""[^'"]*(REPLACE_WITH_\w+|(?<=://)your-[\w-]+)[^'"]*"
 # What may be given to a notebook: `checked` adds the fields of each class.
 NAMES = {"ray_address", "sections", "own_pictures", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
 NAMES |= {"other_pipeline", "other_prompts", "clip_model", "online_run_name"}  # of the lesson's other notebooks
+NAMES |= {"measured_steps", "phase_steps", "trainer_gpus", "encoder_gpu"}
 
 
 def checked(cls: type) -> type:

@@ -291,29 +291,29 @@ def _listed(texts: Sequence[str], most: int = 12) -> str:
 # ---- a run's steps
 
 
-def loss_curves(runs: Mapping[str, pd.DataFrame], *, consecutive: bool = False) -> DescribedFigure:
+def loss_curves(runs: Mapping[str, pd.DataFrame], *, consecutive: bool = False, x: str = "step") -> DescribedFigure:
     """Loss over steps: each step faint, the moving average strong.
 
-    `runs`: label -> frame with step, loss. `consecutive`: each run starts from the weights of the one before, and its
-    steps are counted on; a vertical line marks where it begins.
+    `runs`: label -> frame with step, loss; or, in place of the step, the column `x`. `consecutive`: each run starts
+    from the weights of the one before, and its steps are counted on; a vertical line marks where it begins.
     """
     fig = DescribedFigure(3.8)
     ax, said, start = panels(fig, grid="both"), [], 0
     for number, (label, frame) in enumerate(runs.items()):
-        steps, curve = frame["step"] + start, frame["loss"].rolling(25, min_periods=1, center=True).mean()
+        steps, curve = frame[x] + start, frame["loss"].rolling(25, min_periods=1, center=True).mean()
         # Later runs are thinner, so that two which coincide are both seen.
         style = {"color": CYCLE[number % len(CYCLE)], "lw": 1.8 if number else 3.2, "ls": "--" if number else "-"}
         ax.plot(steps, frame["loss"], color=style["color"], alpha=0.25, lw=0.8)
         ax.plot(steps, curve, label=legend_label(label), **style)
-        over = f"over steps {steps.iloc[0]:,} to {steps.iloc[-1]:,}"
+        over = f"over {x.removesuffix('s')}s {steps.iloc[0]:,.0f} to {steps.iloc[-1]:,.0f}"
         said.append(f"{label}: from {curve.iloc[0]:.3g} to {curve.iloc[-1]:.3g} {over}")
         if start:
             _mark_step(ax, start, label)
         start = steps.iloc[-1] if consecutive else 0
-    ax.set_ylim(0, None)
     label_steps(ax, "loss")
+    ax.set(xlabel=x, ylim=(0, None))
     add_legend(ax)
-    return fig.described(f"Loss over steps. {'; '.join(said)}.")
+    return fig.described(f"Loss over {x.removesuffix('s')}s. {'; '.join(said)}.")
 
 
 def interrupted_run(straight: pd.DataFrame, attempts: pd.DataFrame) -> DescribedFigure:

@@ -33,8 +33,8 @@ from .estimates import check_numbers, encoders_needed, training_hours
 # Latents are made by the trainers themselves (a DataLoader); before training; or on the way to the trainers.
 PATHS = ("DataLoader", "offline", "online")
 INTERVALS = (300.0, 900.0, 1800.0, 3600.0, 7200.0)  # seconds between checkpoints, the rows of `interval_table`
-_PUBLISHED_GPUS = 32  # A100-80G, behind the published rates: blog, Table 1
 _MONTH = 730.0  # hours
+_A100_TODAY = "p4de.24xlarge, 2026"
 
 
 @dataclass(frozen=True)
@@ -84,43 +84,76 @@ def scaled_rate(images_per_second: float, times: float, source: str) -> Rate:
     return Rate(images_per_second / times, "estimated", f"FLOPs, the utilization of {source}")
 
 
-@functools.cache
-def trainer_rate(resolution: int, recipe: str = "sd2") -> Rate:
-    """images/s at which one of 32 A100-80G trains a recipe's denoiser on stored latents.
+@dataclass(frozen=True)
+class Kinds:
+    """Kinds of GPUs: of trainers, with their number, such as "64 x H100"; of encoders, such as "L40S"."""
 
-    Stable Diffusion 2's is derived from all 32's, with EFA, FSDP and torch.compile. Raises ValueError for resolutions
-    other than 256 and 512: measure these.
+    trainers: str
+    encoder: str
+
+
+DOCUMENTS = Kinds("32 x A100-80G", "A10G")
+TODAY = Kinds("64 x H100", "L40S")
+
+
+@functools.cache
+def trainer_rate(resolution: int, recipe: str = "sd2", trainers: str = DOCUMENTS.trainers) -> Rate:
+    """images/s at which one of `trainers` trains a recipe's denoiser on stored latents.
+
+    Published, or derived from all GPUs' together, for Stable Diffusion 2 at 512 pixels, on A100s also at 256; else
+    estimated from these by FLOPs. Raises ValueError for resolutions other than 256 and 512, and for GPUs without a
+    published rate: measure these.
     """
-    rows = published_results.ABLATION.query("resolution == @resolution and gpus == '32 x A100-80G'")
-    if rows.empty:
+    if resolution not in (256, 512):
         raise ValueError(f"resolution={resolution!r} has no published rate (256, 512): give trainer=Rate(images/s).")
-    together, source = rows["images_per_second"].iloc[-1], rows["source"].iloc[-1]
-    times = estimates.step_flops(resolution, recipe) / estimates.step_flops(resolution)
-    how = f"{together:,} images/s / {_PUBLISHED_GPUS} GPUs; {source}"
-    return scaled_rate(together / _PUBLISHED_GPUS, times, how)
+    flops = estimates.step_flops(resolution, recipe)
+    if trainers == DOCUMENTS.trainers:
+        row = published_results.ABLATION.query("resolution == @resolution and gpus == @trainers").iloc[-1]
+        count = int(trainers.split()[0])
+        how = f"{row['images_per_second']:,} images/s / {count} GPUs; {row['source']}"
+        return scaled_rate(row["images_per_second"] / count, flops / estimates.step_flops(resolution), how)
+    row = _row(published_results.TRAINERS, "gpus", trainers, f"'{DOCUMENTS.trainers}'")
+    return scaled_rate(row["images_per_second"], flops / estimates.step_flops(512), f"{trainers}; {row['source']}")
+
+
+def _row(table: pd.DataFrame, column: str, value: str, *others: str) -> pd.Series:
+    """The row of a published table whose `column` is `value`; ValueError that lists the known values."""
+    if value not in set(table[column]):
+        known = ", ".join([*map(repr, table[column]), *others])
+        raise ValueError(f"{value!r} has no published rate: choose one of {known}, or give your own planner.Rate.")
+    return table.set_index(column, drop=False).loc[value]
 
 
 @functools.cache
-def known_encoder_rate(resolution: int, recipe: str = "sd2", captions: int = 1) -> Rate:
-    """images/s at which one A10G encodes with a recipe's VAE and text encoder, images and `captions` of each.
+def known_encoder_rate(resolution: int, recipe: str = "sd2", captions: int = 1, gpu: str = DOCUMENTS.encoder) -> Rate:
+    """images/s at which one `gpu` encodes with a recipe's VAE and text encoder, images and `captions` of each.
 
-    Stable Diffusion 2's at 256 pixels is derived from published numbers. The A10G is taken to reach the same share of
-    its peak, 46 %, in all cases.
+    An A10G's with Stable Diffusion 2's at 256 pixels is derived from published numbers. It is taken to reach the same
+    share of its peak, 46 %, in all cases. Another GPU is taken to be as much faster as its memory.
     """
-    fact = published_results.FACTS["one A10G, online, at least"]
+    fact, table = published_results.FACTS["one A10G, online, at least"], published_results.ENCODERS
     times = estimates.encoder_flops(resolution, recipe=recipe, captions=captions) / estimates.encoder_flops(256)
-    return scaled_rate(fact.value, times, f"{fact.derived}; {fact.source}")
+    bandwidth = [_row(table, "gpu", name)["gigabytes_per_second"] for name in (gpu, DOCUMENTS.encoder)]
+    faster, source = bandwidth[0] / bandwidth[1], f"{fact.derived}; {fact.source}"
+    if faster == 1:
+        return scaled_rate(fact.value, times, source)
+    return Rate(fact.value * faster / times, "estimated", f"an A10G's times {faster:.2f}, its memory's bandwidth")
 
 
 @functools.cache
-def trainer_encodes(resolution: int, recipe: str = "sd2") -> Rate:
-    """images/s at which an A100 encodes between its training steps, as with a DataLoader.
+def trainer_encodes(resolution: int, recipe: str = "sd2", trainers: str = DOCUMENTS.trainers) -> Rate:
+    """images/s at which a trainer's GPU encodes between its training steps, as with a DataLoader.
 
-    Stable Diffusion 2's at 256 pixels is derived from published numbers, 0.44 s for a micro-batch of 128.
+    An A100's is derived from published numbers, 0.44 s for a micro-batch of 128 at 256 pixels; the others' from that
+    measured here on one H200.
     """
-    fact = published_results.FACTS["encoders' time in a step"]
     times = estimates.encoder_flops(resolution, recipe=recipe) / estimates.encoder_flops(256)
-    return scaled_rate(128 / fact.value, times, f"128 images / {fact.value} s; {fact.source}")
+    if trainers == DOCUMENTS.trainers:
+        fact = published_results.FACTS["encoders' time in a step"]
+        return scaled_rate(128 / fact.value, times, f"128 images / {fact.value} s; {fact.source}")
+    fact, hopper = published_results.FACTS["one H200, encoding"], not trainers.endswith("B200")
+    rate = fact.value * (1 if hopper else 8.0 / 4.8)  # TB/s of a B200's memory and an H200's
+    return Rate(rate / times, "measured" if trainers.endswith("H200") and times == 1 else "estimated", fact.source)
 
 
 def both_rate(trainer: Rate, encoder: Rate) -> Rate:
@@ -369,22 +402,55 @@ def break_even(scenario: Scenario, path: str, other: str, other_scenario: Scenar
 # ---- full runs
 
 
-def phase(recipe: str, resolution: int, *, captions: int = 1, **changes: Any) -> Scenario:
+def phase(recipe: str, resolution: int, *, captions: int = 1, on: Kinds = TODAY, **changes: Any) -> Scenario:
     """The phase of a recipe (`estimates.RECIPES`) at 256 or 512 pixels, by published, derived and estimated rates.
 
-    Each recipe sees as many images as Stable Diffusion 2 did, on the same trainers. `captions`: captions encoded
-    of a row: one online, all beforehand. `changes`: fields of `Scenario`.
+    Each recipe sees as many images as Stable Diffusion 2 did. `captions`: captions encoded of a row: one online, all
+    beforehand. `on`: the GPUs; their number of machines follows. `changes`: fields of `Scenario`; without `encoders`,
+    as many as keep the trainers busy online.
     """
-    trainer = trainer_rate(resolution, recipe)
+    trainer = changes.get("trainer") or trainer_rate(resolution, recipe, on.trainers)
     phases = published_results.PHASES.set_index(["who", "resolution"])
+    machine = Scenario.trainer_machine
+    if on.trainers != DOCUMENTS.trainers:
+        machine = MACHINES[_row(published_results.TRAINERS, "gpus", on.trainers)["machine"]]
     values = {
         "trainer": trainer,
-        "encoder": known_encoder_rate(resolution, recipe, captions),
-        "dataloader": both_rate(trainer, trainer_encodes(resolution, recipe)),
+        "encoder": known_encoder_rate(resolution, recipe, captions, on.encoder),
+        "dataloader": both_rate(trainer, trainer_encodes(resolution, recipe, on.trainers)),
         "rows": phases["num_samples"]["Anyscale", resolution],
+        "trainers": int(on.trainers.split()[0]) // machine.num_gpus,
+        "trainer_machine": machine,
+        "encoder_machine": MACHINES[_row(published_results.ENCODERS, "gpu", on.encoder)["machine"]],
         "latents_bytes": sum(estimates.row_bytes(resolution, recipe)),
     }
-    return Scenario(**{**values, **changes})
+    found = Scenario(**{**values, **changes})
+    return found if "encoders" in changes else dataclasses.replace(found, encoders=found.balanced_encoders)
+
+
+def compare_machines(recipe: str = "sd2", encoder: str = TODAY.encoder, num_gpus: int = 8) -> pd.DataFrame:
+    """Both phases of a recipe on stored latents, by kind of trainers: a row for the documents' A100s, then today's.
+
+    Columns: images/s of a GPU at 256 and 512 pixels, dollars of a GPU-hour; hours and dollars of training both phases,
+    on as many GPUs as the row says; encoders of kind `encoder` that would keep `num_gpus` of them busy at 256 pixels.
+    """
+    today = [Kinds(gpus, encoder) for gpus in published_results.TRAINERS["gpus"]]
+    old = dataclasses.replace(DOCUMENTS, encoder=encoder)
+    setups = [(old.trainers, old, {}), (f"{old.trainers}, 2026", old, {"trainer_machine": MACHINES[_A100_TODAY]})]
+    rows = {}
+    for name, on, changes in setups + [(on.trainers, on, {}) for on in today]:
+        phases = [phase(recipe, resolution, on=on, **changes) for resolution in (256, 512)]
+        found = [estimate(one, "offline") for one in phases]
+        machine, hours = phases[0].trainer_machine, sum(one.training_hours for one in found)
+        rate = num_gpus * phases[0].trainer.images_per_second
+        rows[name] = {
+            **{f"images/s, {256 * (1 + n)} px": one.trainer.images_per_second for n, one in enumerate(phases)},
+            "$ a GPU-hour": machine.dollars_per_hour / machine.num_gpus,
+            "hours": hours,
+            "training, $": phases[0].trainers * machine.dollars_per_hour * hours,
+            f"{encoder}s for {num_gpus} GPUs": encoders_needed(rate, phases[0].encoder.images_per_second),
+        }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("trainers")
 
 
 def compare_recipes() -> pd.DataFrame:
@@ -397,8 +463,10 @@ def compare_recipes() -> pd.DataFrame:
     for resolution in full_run.PARAMETERS:
         for recipe, models in estimates.RECIPES.items():
             encoders = full_run.read_profile(f"full-{recipe}-{resolution}")["num_encoders"]
-            online = phase(recipe, resolution, encoders=encoders)
-            stored = phase(recipe, resolution, encoders=encoders, captions=len(models.stored_tokens))
+            online = phase(recipe, resolution, on=DOCUMENTS, encoders=encoders)
+            stored = dataclasses.replace(
+                online, encoder=known_encoder_rate(resolution, recipe, len(models.stored_tokens))
+            )
             latents, captions = estimates.row_bytes(resolution, recipe)
             found = {"stored": estimate(stored, "offline"), "online": estimate(online, "online")}
             rows[resolution, recipe] = {

@@ -15,6 +15,7 @@ _DATA = yaml.safe_load(pathlib.Path(__file__).with_suffix(".yaml").read_text())
 SOURCES = _DATA["sources"]
 DATA_PATHS, ABLATION, SCALING = (pd.DataFrame(_DATA[name]) for name in ("data_paths", "ablation", "scaling"))
 INSTANCES, PHASES, EPOCH_COSTS = (pd.DataFrame(_DATA[name]) for name in ("instances", "phases", "epoch_costs"))
+TRAINERS, ENCODERS = (pd.DataFrame(_DATA[name]) for name in ("trainers", "encoders"))
 # By name; each with `value`, `unit` and `source`.
 FACTS = {name: SimpleNamespace(**fact) for name, fact in _DATA["facts"].items()}
 
@@ -33,14 +34,6 @@ def phases_table(measured: dict[int, float]) -> pd.DataFrame:
         here = {"who": "here", "resolution": resolution, "num_samples": images, "images_per_second": rate}
         table = pd.concat([table, pd.DataFrame([{**here, "hours": images / rate / 3600}])])
     return table.set_index(["who", "resolution"])
-
-
-def precomputation_table() -> pd.DataFrame:
-    """What encoding a data set once cost others, one row each. Column `derived` names what is not published."""
-    table = pd.DataFrame(_DATA["precomputation"]).set_index("what")
-    table["derived"] = table["derived"].map(", ".join)
-    table.insert(4, "images/s", table["images"] / table["hours"] / 3600)
-    return table
 
 
 def published_ablation(resolution: int, measured: pd.DataFrame | None = None) -> pd.DataFrame:

@@ -19,7 +19,7 @@ DATA = {"limit": 200, "validation_share": 0.1}
 TWO = [f"a large {shape} at the top on a blue background" for shape in ("red circle", "white square")]
 RUN = {"max_steps": 4, "warmup_steps": 1, "checkpoint_every": 2, "global_batch_size": 16, "validation_share": 0.1}
 RUN |= {"resolution": 32, "extras": {"evaluate": {"every": 2, "prompts": TWO, "sampling_steps": 2}}}
-SHRUNK = {PREPROCESSING: DATA, TRAINING: RUN, ONLINE: {**DATA, **RUN}, EVALUATION: {}, SCALING: {}}
+SHRUNK = {PREPROCESSING: DATA, TRAINING: RUN, ONLINE: {**DATA, **RUN}, EVALUATION: {}, SCALING: {"measured_steps": 1}}
 MAIN = [PREPROCESSING, TRAINING, ONLINE]
 READS = {PREPROCESSING: [], TRAINING: MAIN[:1], ONLINE: MAIN[:1], EVALUATION: MAIN[:2], SCALING: MAIN[:2]}
 

@@ -1,5 +1,6 @@
-"""The files that start a cluster, against the schemas of Ray's launcher and of KubeRay, and against the profiles."""
+"""The files that start a cluster, against the schemas of what reads them, and against the profiles."""
 
+import copy
 import json
 import os
 import pathlib
@@ -18,7 +19,8 @@ from tests.processes import DYING_DRIVER
 ROOT = pathlib.Path(__file__).parents[2]
 CLUSTERS = ROOT / "helpers" / "clusters"
 TEXTS = {path.name: path.read_text() for path in CLUSTERS.iterdir()}
-AWS = yaml.safe_load(TEXTS["aws.yaml"])
+AWS, GCP = (yaml.safe_load(TEXTS[name]) for name in ("aws.yaml", "gcp.yaml"))
+MONITOR, SKY = (yaml.safe_load(TEXTS[name]) for name in ("podmonitor.yaml", "sky.yaml"))
 NODES = AWS["available_node_types"]
 DOCUMENTS = [list(yaml.safe_load_all(TEXTS[name])) for name in ("kuberay-cluster.yaml", "kuberay-job.yaml")]
 KUBERAY = [resource for _, resource in DOCUMENTS]
@@ -33,10 +35,11 @@ def container(group):
 # ---- against what reads them
 
 
-def test_the_aws_file_is_what_rays_launcher_takes():
-    util.validate_config(util.prepare_config(yaml.safe_load(TEXTS["aws.yaml"])))
+@pytest.mark.parametrize("file", [AWS, GCP], ids=["aws", "gcp"])
+def test_the_file_of_a_cloud_is_what_rays_launcher_takes(file):
+    util.validate_config(util.prepare_config(copy.deepcopy(file)))
     with pytest.raises(jsonschema.ValidationError):  # misspelt
-        util.validate_config(util.prepare_config({**AWS, "docker": {**AWS["docker"], "images": "a"}}))
+        util.validate_config(util.prepare_config({**file, "docker": {**file["docker"], "images": "a"}}))
 
 
 def closed(schema):
@@ -61,12 +64,45 @@ def test_the_kubernetes_files_are_what_kuberay_takes_and_describe_one_cluster():
     assert KUBERAY[1]["spec"]["rayClusterSpec"] == KUBERAY[0]["spec"] and DOCUMENTS[1][0] == POLICY
 
 
+@pytest.mark.parametrize(("kind", "file"), [("PodMonitor", MONITOR), ("SkyPilot", SKY)], ids=["Prometheus", "SkyPilot"])
+def test_the_files_for_prometheus_and_skypilot_are_what_these_take(kind, file):
+    schema = closed(yaml.safe_load((ROOT / "tests/unit/launcher_schemas.yaml").read_text()))[kind]
+    jsonschema.validate(file, schema)
+    with pytest.raises(jsonschema.ValidationError):  # misspelt
+        jsonschema.validate({**file, "speck": {}}, schema)
+
+
+def test_prometheus_finds_and_reaches_the_metrics_of_all_pods():
+    (endpoint,) = MONITOR["spec"]["podMetricsEndpoints"]
+    head = KUBERAY[0]["spec"]["headGroupSpec"]
+    for group in [head, *GROUPS.values()]:
+        assert {"name": endpoint["port"], "containerPort": 8080} in container(group)["ports"]
+        assert group["template"]["metadata"]["labels"].items() >= MONITOR["spec"]["selector"]["matchLabels"].items()
+    assert [rule["ports"] for rule in POLICY["spec"]["ingress"] if "ports" in rule] == [
+        [{"port": 8265}],
+        [{"port": 8080}],
+    ]
+
+
+def test_skypilots_command_has_a_profile_of_machines_like_its_own():
+    (profile,) = re.findall(r"-f helpers/profiles/(\S+)\.yaml", SKY["run"])
+    asked = full_run.read_profile(profile)
+    assert SKY["resources"]["accelerators"] == f"{asked['training_accelerator_type']}:{asked['num_training_workers']}"
+
+
 # ---- against the profiles
 
 
+# {kind of machines in the files: (what a profile says of them, GPU, AWS's name)}
+TRAINERS, ENCODERS = (
+    ("num_training_workers", "training_accelerator_type"),
+    ("num_encoders", "encoder_accelerator_type"),
+)
 ROLES = {
-    "trainers": ("num_training_workers", "training_accelerator_type", "p4de.24xlarge"),
-    "encoders": ("num_encoders", "encoder_accelerator_type", "g5.2xlarge"),
+    "trainers": (*TRAINERS, "A100", "p4de.24xlarge"),
+    "encoders": (*ENCODERS, "A10G", "g5.2xlarge"),
+    "trainers-h100": (*TRAINERS, "H100", "p5.48xlarge"),
+    "encoders-l40s": (*ENCODERS, "L40S", "g6e.2xlarge"),
 }
 PROFILES = {path.stem: full_run.read_profile(path.stem) for path in full_run.PROFILES.glob("*.yaml")}
 ON_CLUSTERS = {name: profile for name, profile in PROFILES.items() if profile["ray_address"] == "auto"}
@@ -74,23 +110,25 @@ ON_CLUSTERS = {name: profile for name, profile in PROFILES.items() if profile["r
 
 def machines_of(profile):
     """{role: number of its machines} that a profile asks for."""
-    asked = {role: profile[count] / NODES[role]["resources"]["GPU"] for role, (count, *_) in ROLES.items()}
+    roles = {role: count for role, (count, kind, gpu, _) in ROLES.items() if profile[kind] == gpu}
+    asked = {role: profile[count] / NODES[role]["resources"]["GPU"] for role, count in roles.items()}
     assert all(number == int(number) for number in asked.values()), "a machine that is used in part"
     return {role: int(number) for role, number in asked.items()}
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_the_clusters_hold_the_machines_that_the_largest_profile_asks_for(role):
-    """And no more, so that a number that changes in a profile changes here."""
-    _, kind, instances = ROLES[role]
-    node, pods, most = NODES[role], GROUPS[role], max(machines_of(profile)[role] for profile in ON_CLUSTERS.values())
-    (accelerator,) = {profile[kind] for profile in ON_CLUSTERS.values()}
-    assert len(ON_CLUSTERS) == 4 and node["node_config"]["InstanceType"] == instances
+    """And 128 trainers, as MosaicML had."""
+    *_, accelerator, instances = ROLES[role]
+    node, pods = NODES[role], GROUPS[role]
+    most = max(machines_of(profile).get(role, 0) for profile in ON_CLUSTERS.values())
+    assert len(ON_CLUSTERS) == 6 and node["node_config"]["InstanceType"] == instances
     assert node["resources"][f"accelerator_type:{accelerator}"] == 1
     assert pods["rayStartParams"]["resources"] == json.dumps(json.dumps({f"accelerator_type:{accelerator}": 1}))
     assert container(pods)["resources"]["limits"]["nvidia.com/gpu"] == node["resources"]["GPU"]
-    assert node["max_workers"] == pods["maxReplicas"] == most
-    assert AWS["max_workers"] == NODES["trainers"]["max_workers"] + NODES["encoders"]["max_workers"]
+    assert node["max_workers"] == pods["maxReplicas"] >= most > 0
+    assert "trainers" not in role or node["max_workers"] * node["resources"]["GPU"] == 128
+    assert AWS["max_workers"] == sum(NODES[name]["max_workers"] for name in ROLES)
 
 
 def test_the_slurm_job_has_the_machines_of_the_profile_that_its_command_names():
@@ -98,14 +136,18 @@ def test_the_slurm_job_has_the_machines_of_the_profile_that_its_command_names():
     jobs = re.findall(r"^#SBATCH .*--nodes=(\d+) .*--gpus-per-node=(\d+)", TEXTS["slurm.sh"], re.MULTILINE)
     machines, gpus = [[int(number) for number in column] for column in zip(*jobs, strict=True)]
     assert machines == list(machines_of(PROFILES[name]).values())
-    assert gpus == [NODES[role]["resources"]["GPU"] for role in ROLES]
+    assert gpus == [NODES[role]["resources"]["GPU"] for role in machines_of(PROFILES[name])]
     assert f"`--nodes` is what {name} asks for" in TEXTS["slurm.sh"]
 
 
-@pytest.mark.parametrize("name", [*ON_CLUSTERS, "8xa100"])
+@pytest.mark.parametrize("name", [*ON_CLUSTERS, "8xa100", "8xh100"])
 def test_a_profiles_cpu_tasks_fit_the_machines_of_its_encoders(name):
     """On AWS and in KubeRay's smaller pods: a CPU a transform, half of one an encoder, a quarter a writer."""
-    profile, role = PROFILES[name], "encoders" if name in ON_CLUSTERS else "trainers"
+    profile = PROFILES[name]
+    kinds = [
+        role for role in machines_of(profile) if role.startswith("encoders" if name in ON_CLUSTERS else "trainers")
+    ]
+    (role,) = kinds
     machines = profile["num_encoders"] / NODES[role]["resources"]["GPU"]
     wanted = profile["num_transform_workers"] + 0.5 * profile["num_encoders"] + 0.25 * machines
     for cpus in (NODES[role]["resources"]["CPU"], int(container(GROUPS[role])["resources"]["limits"]["cpu"])):
@@ -127,6 +169,15 @@ def test_the_image_holds_what_the_jobs_command_needs():
     assert len(named) == 3
 
 
+@pytest.mark.parametrize("checksum", ["", "0123"], ids=["without its checksum", "with it"])
+def test_the_image_has_efa_if_the_checksum_of_its_installer_is_given(checksum):
+    (begin,) = re.findall(r"^RUN (if .*EFA_SHA256.* fi) ", TEXTS["Dockerfile"], re.MULTILINE)
+    variables = {**os.environ, "EFA_SHA256": checksum}
+    command = ["bash", "-c", f"{begin} && echo installs"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert ("installs" in done.stdout) == bool(checksum) != ("an image without EFA" in done.stdout)
+
+
 def test_every_file_has_the_pinned_ray():
     (version,) = re.findall(r"^ray\[data,train\]==(\S+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     assert f"FROM rayproject/ray:{version}-py3" in TEXTS["Dockerfile"]
@@ -136,7 +187,7 @@ def test_every_file_has_the_pinned_ray():
 
 def test_dashboards_listen_on_private_addresses():
     """A pod's own address is one; its service must not be seen from outside."""
-    for name in ("aws.yaml", "slurm.sh"):
+    for name in ("aws.yaml", "gcp.yaml", "slurm.sh"):
         found = re.findall(r"--dashboard-host=(\S+)", TEXTS[name])
         assert found and "0.0.0.0" not in found, name
     assert KUBERAY[0]["spec"]["headGroupSpec"]["serviceType"] == "ClusterIP"
@@ -148,7 +199,9 @@ def test_dashboards_listen_on_private_addresses():
 def test_every_cluster_asks_for_a_token():
     """`tests/cluster/test_access.py` shows what Ray refuses without it."""
     assert "-e RAY_AUTH_MODE=token" in AWS["docker"]["run_options"]
-    assert AWS["file_mounts"] == {"/home/ray/.ray/auth_token": "~/.ray/sd2_token"}
+    assert AWS["file_mounts"] == GCP["file_mounts"] == {"/home/ray/.ray/auth_token": "~/.ray/sd2_token"}
+    assert "-e RAY_AUTH_MODE=token" in GCP["docker"]["run_options"]
+    assert "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$TOKEN" in SKY["run"]
     assert KUBERAY[0]["spec"]["authOptions"] == {"mode": "token"}
     assert "export RAY_AUTH_TOKEN RAY_AUTH_MODE=token" in TEXTS["slurm.sh"]
 
@@ -156,7 +209,7 @@ def test_every_cluster_asks_for_a_token():
 def test_pods_run_as_a_user_without_rights_that_only_the_cluster_reaches():
     spec = KUBERAY[0]["spec"]
     assert POLICY["spec"]["policyTypes"] == ["Ingress"]
-    inside, dashboard = POLICY["spec"]["ingress"]
+    inside, dashboard, _ = POLICY["spec"]["ingress"]
     assert inside == {"from": [{"podSelector": POLICY["spec"]["podSelector"]}]}
     assert dashboard["ports"] == [{"port": 8265}] and all("podSelector" in peer for peer in dashboard["from"])
     rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}

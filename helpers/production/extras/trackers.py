@@ -1,4 +1,4 @@
-"""A run's metrics, images and parameters in TensorBoard or Weights & Biases. No PyTorch.
+"""A run's metrics, images and parameters in TensorBoard, Weights & Biases or Prometheus. No PyTorch.
 
 The driver tracks what the run writes to its folder (`monitor.monitor_run`). Workers are not involved, and a tracker
 that fails does not affect the run.
@@ -26,9 +26,9 @@ Track = Callable[[int, dict[str, Any]], object]
 
 @validated
 class Trackers(Extra):
-    """Tracks a run with "tensorboard", and with "wandb" if it is installed."""
+    """Tracks a run with "tensorboard", "prometheus" (Ray's metrics), and with "wandb" if it is installed."""
 
-    names: Several[Literal["tensorboard", "wandb"]] = ("tensorboard",)
+    names: Several[Literal["tensorboard", "wandb", "prometheus"]] = ("tensorboard",)
 
     @contextlib.contextmanager
     def on_driver(self, config: TrainingConfig) -> Iterator[Track]:
@@ -119,4 +119,28 @@ def wandb(config: TrainingConfig) -> Iterator[Track]:
         yield track
 
 
-TRACKERS = {"tensorboard": tensorboard, "wandb": wandb}
+@contextlib.contextmanager
+def prometheus(config: TrainingConfig) -> Iterator[Track]:
+    """Sets three of Ray's metrics, `ray_pretraining_loss` and so on, tagged with the run.
+
+    The driver's node exports them; `helpers/clusters/grafana.json` shows them.
+    """
+    from ray.util.metrics import Gauge
+
+    gauges = {
+        name: Gauge(f"pretraining_{name}", description=text, tag_keys=("run",)) for name, text in EXPORTED.items()
+    }
+
+    def track(step: int, values: dict[str, Any]) -> None:
+        for name in gauges.keys() & values.keys():
+            gauges[name].set(values[name], tags={"run": config.run_name})
+
+    yield track
+
+
+EXPORTED = {
+    "images_per_second": "Rows trained on in a second, over all workers.",
+    "loss": "Training loss of the newest step.",
+    "data_wait_share": "Share of a step that waited for data.",
+}
+TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "prometheus": prometheus}

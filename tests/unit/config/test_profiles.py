@@ -23,7 +23,7 @@ from tests.pipelines import ONLINE, PREPROCESSING, TRAINING, defaults, profile_w
 ROOT = pathlib.Path(__file__).parents[3]
 CONFIGS = {PREPROCESSING: [PreprocessingConfig], TRAINING: [TrainingConfig], ONLINE: [OnlineConfig, TrainingConfig]}
 LESSONS = ["helpers/lesson/Evaluation.ipynb", "helpers/lesson/Scaling.ipynb"]
-PROFILES = ["8xa100", "full-sd2-256", "full-sd2-512", "full-today-256", "full-today-512", "laptop", "one-gpu"]
+PROFILES = sorted(path.stem for path in full_run.PROFILES.glob("*.yaml"))
 DEFAULTS = {notebook: defaults(notebook) for notebook in CONFIGS}
 
 
@@ -118,7 +118,7 @@ def test_the_laptops_profile_is_the_notebooks_defaults():
         assert {**laptop, **DEFAULTS[notebook]} == {**DEFAULTS[notebook], **laptop}
 
 
-@pytest.mark.parametrize("recipe", ["sd2", "today"])
+@pytest.mark.parametrize("recipe", ["sd2", "sd2-h100", "today"])
 def test_both_phases_are_encoded_alike_and_trained_as_one_run(recipe):
     one, two = (full_run.read_profile(f"full-{recipe}-{resolution}") for resolution in (256, 512))
     by_phase = {"resolution", "num_encoders", "num_transform_workers", "micro_batch_size", "max_steps", "ema_start"}

@@ -21,7 +21,7 @@ SD2 = 865_910_724  # parameters
 
 def test_every_published_number_names_its_document():
     sources = [fact.source for fact in FACTS.values()]
-    for table in ("DATA_PATHS", "ABLATION", "SCALING", "INSTANCES", "PHASES", "EPOCH_COSTS"):
+    for table in ("DATA_PATHS", "ABLATION", "SCALING", "INSTANCES", "PHASES", "EPOCH_COSTS", "TRAINERS", "ENCODERS"):
         sources += getattr(published_results, table)["source"].tolist()
     assert not [source for source in sources if re.split("[,;]", source)[0] not in published_results.SOURCES]
 
@@ -65,10 +65,39 @@ def test_the_predicted_scaling_agrees_with_mosaicmls_table(row):
 
 
 def test_the_readmes_table_of_paths_is_the_planners():
-    scenario, text = planner.phase("sd2", 256, encoders=58), README.read_text()
-    for _, found in planner.compare_paths(scenario).iterrows():
-        assert f"| {found.hours:.1f} | {found.dollars:,.0f} | {found.dollars_another_epoch:,.0f} |" in text
-    assert f"From {planner.break_even(scenario, 'offline', 'online'):.2f} epochs on" in text
+    today = planner.phase("sd2", 256)
+    documents, text = planner.phase("sd2", 256, on=planner.DOCUMENTS, encoders=58), README.read_text()
+    tables = [planner.compare_paths(scenario) for scenario in (today, documents)]
+    for path in planner.PATHS:
+        cells = [table.loc[path, name] for table in tables for name in ("hours", "dollars", "dollars_another_epoch")]
+        assert "| {:.1f} | {:,.0f} | {:,.0f} | {:.1f} | {:,.0f} | {:,.0f} |".format(*cells) in text
+    epochs = [planner.break_even(scenario, "offline", "online") for scenario in (today, documents)]
+    assert "{:.2f} epochs on ({:.2f} with".format(*epochs) in text and f"{today.encoders} L40S" in text
+
+
+def test_a_plan_has_the_machines_rates_and_prices_of_the_gpus_that_are_chosen():
+    """MLPerf's rates at 512 pixels; a rate that a reader gives is taken as it is."""
+    one = planner.phase("sd2", 512, on=planner.Kinds("16 x H200", "L4"))
+    assert (one.trainers, one.trainer_machine.dollars_per_hour, one.trainer.images_per_second) == (2, 63.296, 142.0)
+    assert one.encoder_machine.name == "g6.2xlarge" and one.encoder.origin == "estimated"
+    assert planner.estimate(one, "online").bottleneck == "trainers"
+    mine = planner.phase("sd2", 512, trainer=planner.Rate(100.0))
+    assert mine.training_rate == 6400 and mine.encoders < planner.phase("sd2", 512).encoders
+    table = planner.compare_machines()
+    assert table.loc["32 x A100-80G", "training, $"] == pytest.approx(67_405, rel=1e-3)
+    assert set(published_results.TRAINERS["gpus"]) < set(table.index)
+    hours, dollars = table.loc["64 x H100", ["hours", "training, $"]]
+    assert f"| {64 * hours:,.0f} | {dollars:,.0f} on demand, 2026 |" in README.read_text()
+
+
+def test_the_page_of_published_numbers_has_the_rates_and_prices_that_the_planner_takes():
+    page = (README.parent / "helpers/docs/PUBLISHED.md").read_text()
+    for row in published_results.TRAINERS.itertuples():
+        machine = planner.MACHINES[row.machine]
+        price = machine.dollars_per_hour / machine.num_gpus
+        assert re.search(
+            rf"^\| {row.gpus} \| {row.batch} \| {row.images_per_second} .*\| {price:.2f} \|", page, re.MULTILINE
+        )
 
 
 @pytest.mark.parametrize("row", list(published_results.EPOCH_COSTS.itertuples()), ids=lambda row: row.setup)
@@ -126,6 +155,7 @@ def test_the_profiles_have_as_many_encoders_as_feed_the_trainers():
         (lambda: planner.Rate("fast"), "images_per_second='fast'"),
         (lambda: planner.estimate(planner.phase("sd2", 256), "offline!"), "path='offline!'"),
         (lambda: planner.trainer_rate(300), "resolution=300"),
+        (lambda: planner.phase("sd2", 256, on=planner.Kinds("8 x V100", "L4")), "'8 x V100' has no published rate"),
         (lambda: estimates.predict_scaling(1e6, 1.0, strategy="tp"), "strategy='tp'"),
         (lambda: network.measure_bandwidth("cpu"), "num_training_workers=1"),
     ],

@@ -1,11 +1,14 @@
 """Trackers of a run: what they are given, and that none of them can harm it."""
 
 import contextlib
+import json
+import pathlib
 import sys
 import types
 
 import numpy as np
 import pytest
+from ray.util.metrics import Gauge
 from tensorboardX.proto.event_pb2 import Event
 
 from helpers import storage
@@ -17,6 +20,7 @@ from helpers.sample import to_png
 from helpers.train import run_folder
 from helpers.train.metrics import MetricsLog
 
+ROOT = pathlib.Path(__file__).parents[3]
 LINE = {"loss": 0.5, "learning_rate": 1e-3, "grad_norm": 2.0}
 SPEED = {"images_per_second": 10.0, "step_seconds": 1.0, "checkpoint_seconds": 0.0, "data_wait_share": 0.1}
 IMAGE = np.zeros((4, 6, 3), np.uint8)
@@ -176,3 +180,17 @@ def test_a_tracker_that_fails_is_said_once_and_left_out(config, tracked, monkeyp
         track(2, LINE)
     assert capsys.readouterr().out.count("tracker wandb failed") == 1
     assert [step for step, _ in tracked] == [1, 2]
+
+
+def test_prometheus_gets_the_metrics_that_grafanas_panels_ask_for(config, monkeypatch):
+    """Each with the run's name, and of evaluations, which have none of them, nothing."""
+    sent = []
+    monkeypatch.setattr(Gauge, "set", lambda gauge, value, tags: sent.append((gauge.info["name"], value, tags)))
+    with Trackers(names=["prometheus"]).on_driver(config) as track:
+        track(1, {**LINE, **SPEED})
+        track(1, {"validation_loss": 0.25, "evaluation": IMAGE})
+    values = {f"pretraining_{name}": value for name, value in {**LINE, **SPEED}.items()}
+    assert all(values[name] == value and tags == {"run": "tracked"} for name, value, tags in sent)
+    panels = json.loads((ROOT / "helpers/clusters/grafana.json").read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert sorted(asked) == sorted(f"ray_{name}" for name, *_ in sent) and len(asked) == 3
