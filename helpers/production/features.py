@@ -145,8 +145,8 @@ def store(job: Job) -> None:
             # The files' own sum in the name: entries of latents that have been encoded anew do not count.
             entry = storage.join(folder, SEGMENTS, f"{manifest.files_crc32}-{segment['index']:06d}.json")
             if not storage.exists(entry):
-                storage.write_json(entry, store_segment(config, segment, model, columns, folder))
-            files += storage.read_json(entry, MADE_AGAIN)
+                storage.write_json(entry, {"files": store_segment(config, segment, model, columns, folder)})
+            files += storage.read_json(entry, MADE_AGAIN)["files"]
         described = {"model": model, "files_crc32": manifest.files_crc32, "files": files}
         described["columns"] = [dataclasses.asdict(spec) for spec in columns]
         storage.write_json(storage.join(folder, FILES), described, indent=None)
