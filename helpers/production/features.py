@@ -60,6 +60,17 @@ def columns_of(latents_uri: str, manifest: Manifest, model: str) -> list[schema.
     return [schema.ColumnSpec(**spec) for spec in read_list(latents_uri, model)["columns"]]
 
 
+def check_early(config: PreprocessingConfig) -> None:
+    """Raises ValueError for an image encoder of an unknown class, and for sizes that it has no features of.
+
+    Reads neither data nor weights.
+    """
+    if config.image_encoder_model:
+        derived = prepare.derive(config)
+        latents = [spec for spec in prepare.stored_columns(derived, 1) if spec.resolution]
+        feature_columns(latents, derived.size_multiple, config.image_encoder_model)
+
+
 # ---- on the encoders
 
 

@@ -254,6 +254,9 @@ class TrainStep:
     def auxiliary_losses(self, unit: Unit) -> torch.Tensor:
         """(A,) sums of the auxiliary losses over the unmasked rows of the unit of the last forward pass."""
         keep, features = unit.keep_U.to(self.device, non_blocking=True), unit.features
+        if features is None and unit.keep_U.any():
+            names = ", ".join(loss.name for loss in self.auxiliary)
+            raise ValueError(f"The rows have no image features, which {names} needs: read them with the latents.")
         if features is not None:  # those of masked rows are arbitrary bits
             features = torch.where(keep[:, None], features.to(self.device, non_blocking=True), 0)
         modules = getattr(self.denoiser, denoisers.AUXILIARY)

@@ -11,12 +11,10 @@ import torch
 
 from helpers.config import TrainingConfig
 from helpers.distributed import has_compiler
-from helpers.encode.models import Unsupported
 from helpers.latents import schema
 from helpers.lesson.ablations import random_batch
 from helpers.model.denoisers import build_denoiser, load_denoiser_config
 from helpers.production.extras import repa
-from helpers.production.image_encoder import image_config
 from helpers.train import checkpoint
 from helpers.train.step import AuxiliaryLoss, TrainStep
 from tests.latents import refuse
@@ -106,6 +104,11 @@ def test_it_resumes_to_the_bit_and_starts_from_a_run_without_it(one, recipe, man
     checkpoint.load_initial_weights(tmp_path / "plain", started.denoiser)
     weights = dict(started.denoiser.named_parameters())
     assert all(torch.equal(weights[name], value) for name, value in plain.denoiser.named_parameters())
+
+
+def test_rows_without_features_are_refused_and_not_left_out(recipe, manifest, rows):
+    with pytest.raises(ValueError, match="no image features, which repa needs"):
+        train(aligned(recipe(), manifest), rows.drop_columns([schema.FEATURES]), 0, 1)
 
 
 # ---- on several workers
@@ -207,9 +210,3 @@ def test_a_grid_that_does_not_fit_is_refused(manifest):
     online = dataclasses.replace(manifest, job=job)
     with pytest.raises(ValueError, match=r"64 x 64 pixels .* grid of 2 x 2, and the block up_blocks.0 .* positions"):
         refuse(online, config_with(block="up_blocks.0"), checks=[repa.repa_fits])
-
-
-def test_an_image_encoder_of_another_class_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["ResNetModel"]}))
-    with pytest.raises(Unsupported, match=r"image_encoder_model=.*of class ResNetModel.*CLIPModel.*give another model"):
-        image_config(str(tmp_path))
