@@ -95,6 +95,7 @@ def derived(default: Any, *, fixes: str) -> Any:
     return dataclasses.field(default=default, metadata={"derived": True, "fixes": fixes})
 
 
+IMAGE_ENCODER = 'model whose features guide the denoiser (REPA), such as "tiny-clip"'
 LATENTS_URI = "encoded data; empty: storage/latents"
 PARAMETERS_PAGE = "helpers/docs/PARAMETERS.md, which lists all parameters and what replaced earlier ones"
 # A text in which a profile leaves something open, such as "hub/id@REPLACE_WITH_COMMIT" or "s3://your-bucket/sd2".
@@ -345,6 +346,7 @@ class PreprocessingConfig(Parameters):
     encoder_model: Model = free("tiny-sd", '"tiny-sd" (in helpers), a folder, or a hub id "name@commit"')
     vae_model: Model | None = free(None, "model with another VAE; None: encoder_model")
     text_encoder_model: Model | None = free(None, "model with another text encoder; None: encoder_model")
+    image_encoder_model: Model | None = free(None, IMAGE_ENCODER)  # its features are stored beside the latents
     # Captions are encoded for it: `maximum_tokens` follows it by default.
     unet_config: Model = free("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
     maximum_tokens: Count | None = fixes_latents(None, "maximum tokens of a caption, without padding; None: padded")
@@ -459,6 +461,7 @@ class TrainingConfig(Parameters):
     init_weights: Which = fixes_run("model", 'weights of a run in init_from: "model" (the last), "ema" (averaged)')
     # the model and its objective
     unet_config: Model = fixes_run("tiny", '"small", "sd2-base", "tiny-transformer", "transformer-600m", a config.json')
+    image_encoder_model: Model | None = fixes_run(None, IMAGE_ENCODER)
     resolution: SizeShares = fixes_run(64, "pixels, of those encoded; or several with shares of steps: {32: 1, 64: 3}")
     prediction_type: Objective = fixes_run("v_prediction", 'training target: "v_prediction", "epsilon" (noise), "flow"')
     zero_terminal_snr: bool = fixes_run(False, 'whether the last timestep is noise alone; needs "v_prediction"')

@@ -23,6 +23,7 @@ REASON, SOURCE, CAPTION_IDS = "reason", "source", "caption_ids"
 DTYPE = np.float16
 ROWS_PER_ROW_GROUP = 64  # small row groups shuffle well: training permutes row groups, then rows
 LATENTS, PIXELS = "image_latents", "pixels"  # LATENTS alone: the column in which several shapes travel to the trainers
+FEATURES = "image_features"  # what an image encoder says of each part of an image
 HELD_OUT = "held out "  # begins the name of a bucket of held-out rows
 
 
@@ -98,8 +99,8 @@ class ColumnSpec:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(width, height) in pixels of the images behind a latents column."""
-        width, _, height = self.name.removeprefix(f"{LATENTS}_").partition("x")
+        """(width, height) in pixels of the images behind a column of latents or image features."""
+        width, _, height = self.name.rpartition("_")[2].partition("x")
         return int(width), int(height or width)
 
     def encode(

@@ -168,6 +168,13 @@ def row_bytes(resolution: int, recipe: str = "sd2") -> tuple[int, int]:
     return 2 * 2 * one.channels * (resolution // 8) ** 2, 2 * sum(one.stored_tokens) * one.text.hidden_size
 
 
+def feature_bytes(resolution: int, recipe: str = "sd2", width: int = 768) -> int:
+    """Bytes of a row's image features (`production.features`), in fp16. `width`: the image encoder's, such as ViT-B."""
+    denoiser = denoisers.load_denoiser_config(RECIPES[recipe].unet_config)
+    side = resolution // 8 // denoisers.ADAPTERS[denoiser["_class_name"]].divisor(denoiser)
+    return 2 * width * side**2
+
+
 # Bytes per parameter that a ring carries in a step: fp32 gradients once by reduce-scatter or twice by all-reduce, and
 # bf16 weights once or twice by all-gather.
 RING_BYTES = {"ddp": 8, "fsdp": 6, "hsdp": 8, "fsdp-full": 8}

@@ -456,8 +456,9 @@ def compare_machines(recipe: str = "sd2", encoder: str = TODAY.encoder, num_gpus
 def compare_recipes() -> pd.DataFrame:
     """Stable Diffusion 2's phases beside those of the profiles `full-today-256` and `-512`: a row each, by `phase`.
 
-    Bytes are those of a stored row, and of all; "encoders online" keep the trainers busy. Hours and dollars, with as
-    many encoders as the profile has: all captions encoded beforehand and stored, or one a row encoded online.
+    Bytes are those of a stored row, and of all. Image features, of a ViT-B's width, come on top with REPA. "encoders
+    online" keep the trainers busy. Hours and dollars, with as many encoders as the profile has: all captions encoded
+    beforehand and stored, or one a row encoded online.
     """
     rows = {}
     for resolution in full_run.PARAMETERS:
@@ -472,6 +473,7 @@ def compare_recipes() -> pd.DataFrame:
             rows[resolution, recipe] = {
                 "latents, KB": latents / 1e3,
                 "captions, KB": captions / 1e3,
+                "image features, KB": estimates.feature_bytes(resolution, recipe) / 1e3,
                 "all rows, TB": online.rows * online.latents_bytes / 1e12,
                 "step, GFLOP": estimates.step_flops(resolution, recipe) / 1e9,
                 "encoding, GFLOP": estimates.encoder_flops(resolution, recipe=recipe) / 1e9,

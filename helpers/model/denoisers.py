@@ -14,6 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 NUM_TIMESTEPS = 1000
+AUXILIARY = "auxiliary"  # a denoiser's submodule in training: the weights of auxiliary losses
 KL, DC = "AutoencoderKL", "AutoencoderDC"
 CLIP, T5, T5GEMMA = "CLIPTextModel", "T5EncoderModel", "T5GemmaEncoder"
 
@@ -243,6 +244,11 @@ def parts(model: torch.nn.Module, names: tuple[str, ...]) -> dict[str, torch.nn.
         listed = isinstance(module, torch.nn.ModuleList)
         found |= {f"{name}.{i}": part for i, part in enumerate(module)} if listed else {name: module}
     return {name: module for name, module in found.items() if module is not None}
+
+
+def own_weights(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """{name: parameter} of a denoiser, without those of auxiliary losses."""
+    return {name: weight for name, weight in model.named_parameters() if not name.startswith(f"{AUXILIARY}.")}
 
 
 def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

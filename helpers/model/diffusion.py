@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..distributed import local
-from .denoisers import NUM_TIMESTEPS, denoise
+from .denoisers import NUM_TIMESTEPS, denoise, own_weights
 
 
 def noise_schedule(
@@ -270,7 +270,7 @@ class EMA:
 
     def __init__(self, model: torch.nn.Module, decay: float, start: int = 0):
         self.decay, self.start = decay, start
-        self.averaged = dict(model.named_parameters())
+        self.averaged = own_weights(model)
         self.shadow = None
 
     def update(self, step: int) -> None:

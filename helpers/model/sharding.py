@@ -7,6 +7,7 @@ belong to the training step.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
 
@@ -33,6 +34,7 @@ def build_model(
     channels_last: bool = False,
     activation_checkpointing: bool = False,
     device: torch.device | str = "cpu",
+    auxiliary: torch.nn.ModuleDict | None = None,
 ) -> tuple[diffusers.ModelMixin, torch.nn.Module]:
     """`(denoiser, model)`: the denoiser of a training run with its first weights, and the module to call in training.
 
@@ -53,6 +55,8 @@ def build_model(
         channels_last: see `apply_channels_last`.
         activation_checkpointing: recompute activations in the backward pass, in place of keeping them in memory.
         device: the device of this rank.
+        auxiliary: further modules, trained and sharded with the denoiser, with their first weights on the CPU. Copies
+            of them become the denoiser's `auxiliary`.
     """
     with torch.device("meta"):  # shapes without memory
         denoiser = denoisers.build_denoiser(name)
@@ -60,10 +64,12 @@ def build_model(
         denoiser.enable_gradient_checkpointing()
     if compile_unet:
         compile_blocks(denoiser)
+    if auxiliary:
+        denoiser.add_module(denoisers.AUXILIARY, copy.deepcopy(auxiliary).to("meta"))
     sharded = is_sharded(strategy, precision)
     if sharded:
         apply_fsdp(denoiser, strategy, precision, device)
-    allocate_weights(denoiser, name, seed, device)
+    allocate_weights(denoiser, name, seed, device, auxiliary)
     if channels_last:
         apply_channels_last(denoiser, sharded)
     if world_size() == 1 or sharded:
@@ -116,7 +122,8 @@ def apply_fsdp(denoiser: diffusers.ModelMixin, strategy: str, precision: str, de
     """
     dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if precision == "bf16" else {}
     options = dict(mesh=build_mesh(strategy, device), reshard_after_forward=strategy == "fsdp-full")
-    for block in denoisers.blocks(denoiser):
+    auxiliary = getattr(denoiser, denoisers.AUXILIARY, {})
+    for block in [*denoisers.blocks(denoiser), *auxiliary.values()]:
         fully_shard(block, mp_policy=MixedPrecisionPolicy(**dtypes), **options)
     # The loss takes the prediction in fp32. Between blocks, activations stay in bf16.
     policy = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32, cast_forward_inputs=False)
@@ -171,9 +178,17 @@ def cast_inputs(denoiser: diffusers.ModelMixin, arguments: tuple, named: dict) -
     return arguments, {name: cast(name, value) for name, value in named.items()}
 
 
-def allocate_weights(denoiser: diffusers.ModelMixin, name: str, seed: int, device: torch.device | str) -> None:
+def allocate_weights(
+    denoiser: diffusers.ModelMixin,
+    name: str,
+    seed: int,
+    device: torch.device | str,
+    auxiliary: torch.nn.ModuleDict | None = None,
+) -> None:
     """Move a denoiser from the "meta" device to `device`, with the weights that rank 0 draws and broadcasts."""
     weights = denoisers.build_denoiser(name, seed=seed).state_dict() if rank() == 0 else {}
+    if auxiliary and rank() == 0:
+        weights |= {f"{denoisers.AUXILIARY}.{key}": value for key, value in auxiliary.state_dict().items()}
     denoiser.to_empty(device=device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world_size() > 1)
     set_model_state_dict(denoiser, weights, options=options)

@@ -277,9 +277,9 @@ def load(folder: str, state: TrainingState) -> int:
 def load_weights(folder: str, denoiser: torch.nn.Module, which: str = "ema") -> torch.nn.Module:
     """Load a checkpoint's weights into a denoiser, whole or sharded, and return it. `which`: "ema" or "model"."""
     check_settings(folder, denoiser)
-    state = {which: {name: parameter.detach() for name, parameter in denoiser.named_parameters()}}
+    state = {which: {name: parameter.detach() for name, parameter in denoisers.own_weights(denoiser).items()}}
     read(folder, state, no_dist=True)
-    denoiser.load_state_dict(state[which])
+    denoiser.load_state_dict(state[which], strict=not hasattr(denoiser, denoisers.AUXILIARY))
     return denoiser
 
 
@@ -425,4 +425,5 @@ def load_initial_weights(folder: str, denoiser: torch.nn.Module, which: str = "m
     for path in weight_files(folder):
         weights |= load_file(path)
     weights = {name: tensor.float() for name, tensor in weights.items()}
-    set_model_state_dict(denoiser, weights, options=StateDictOptions(full_state_dict=True))
+    strict = not hasattr(denoiser, denoisers.AUXILIARY)  # whose weights no other run has
+    set_model_state_dict(denoiser, weights, options=StateDictOptions(full_state_dict=True, strict=strict))

@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import TrainingConfig
+    from ..latents.manifest import Manifest
     from .loop import Run
-    from .step import Unit
+    from .step import AuxiliaryLoss, Unit
 
 
 class Hook(contextlib.AbstractContextManager):
@@ -40,6 +41,10 @@ class Extra:
     def check(self, config: TrainingConfig, device: torch.device) -> str | None:
         """Why this worker must end before the model is built; None if it may train. Called on all ranks."""
         return None
+
+    def auxiliary_losses(self, config: TrainingConfig, manifest: Manifest) -> list[AuxiliaryLoss]:
+        """Losses that are trained beside the denoiser's. Called on all ranks, before the model is built."""
+        return []
 
     def __call__(self, run: Run) -> contextlib.AbstractContextManager[Hook]:
         """This extra's hook on a worker of a run."""

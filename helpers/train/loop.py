@@ -57,7 +57,8 @@ def train_loop_per_worker(config: TrainingConfig, source: Source, extras: Sequen
     for extra in extras:
         if reason := extra.check(config, device):
             return print(reason)
-    train_step = TrainStep(config, manifest, device)
+    auxiliary = [loss for extra in extras for loss in extra.auxiliary_losses(config, manifest)]
+    train_step = TrainStep(config, manifest, device, auxiliary=auxiliary)
     step = checkpoint.restore(train_step, source.resume_point)
     run = Run(config, train_step)
     with contextlib.ExitStack() as stack:

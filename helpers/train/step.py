@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed import sum_over_ranks, world_size
 from ..latents import schema
-from ..model import diffusion
+from ..model import denoisers, diffusion
 from ..model.sharding import autocast, build_model, synchronise_gradients
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Unit:
         ids: one for each row.
         latents_spec: the column that the moments are from.
         mask_UL: True for tokens; None: the text contains padding tokens, which the denoiser reads.
+        features: (U, N) image features for auxiliary losses, fp16; None: the rows have none.
     """
 
     moments: torch.Tensor
@@ -51,6 +52,7 @@ class Unit:
     ids: list
     latents_spec: schema.ColumnSpec
     mask_UL: torch.Tensor | None = None
+    features: torch.Tensor | None = None
 
     @classmethod
     def from_arrow(cls, table: pa.Table, manifest: Manifest, latents: schema.ColumnSpec, first_position: int) -> Unit:
@@ -68,6 +70,8 @@ class Unit:
         if manifest.embeddings.ragged:
             num_tokens_U = manifest.embeddings.num_tokens(table[schema.EMBEDDINGS])
             unit.mask_UL = to_tensor(np.arange(text.shape[1]) < num_tokens_U[:, None])
+        if schema.FEATURES in table.column_names:
+            unit.features = to_tensor(schema.from_binary(table[schema.FEATURES], (-1,))[0])
         return unit
 
     @classmethod
@@ -89,6 +93,30 @@ class Unit:
         """`(moments, text, keep_U, mask_UL)` on a device."""
         tensors = self.moments, self.text, self.keep_U, self.mask_UL
         return tuple(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class AuxiliaryLoss:
+    """A loss that is trained beside the denoiser's, on the output of one of the denoiser's blocks.
+
+    Args:
+        name: of the loss in the metrics, which hold its mean over the unmasked rows, without the weight.
+        module: `module(output, features)` returns (B,) losses of the block's output and the rows' features (B, N). The
+            features are None for masked rows that fill up a step. The module's weights are trained, sharded and
+            checkpointed with the denoiser's. They are no part of the EMA, so they are not exported.
+        block: the block's name among the denoiser's modules.
+        weight: of the loss.
+        end_step: the first step at which the weight is 0; None: it never is.
+    """
+
+    name: str
+    module: torch.nn.Module
+    block: str
+    weight: float
+    end_step: int | None = None
+
+    def weight_at(self, step: int) -> float:
+        return self.weight if self.end_step is None or step < self.end_step else 0.0
 
 
 def to_tensor(values: np.ndarray) -> torch.Tensor:
@@ -145,6 +173,7 @@ class TrainStep:
         manifest: of the latents: shapes, scaling factor, the empty caption's embedding.
         device: this worker's device.
         profile_span: called as `with profile_span(name)` around each "forward", "backward" and "optimizer".
+        auxiliary: further losses.
     """
 
     def __init__(
@@ -153,6 +182,7 @@ class TrainStep:
         manifest: Manifest,
         device: torch.device | str = "cpu",
         profile_span: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        auxiliary: Sequence[AuxiliaryLoss] = (),
     ):
         choose_kernels(config)
         self.config, self.device, self.profile_span = config, torch.device(device), profile_span
@@ -164,6 +194,7 @@ class TrainStep:
         if config.timestep_sampling == "importance":  # a timestep without weight is never drawn
             weights_T = np.divide(1, self.density_T, out=np.zeros_like(self.density_T), where=self.density_T > 0)
             self.sampling_weights_T = torch.from_numpy(weights_T).float().to(self.device)
+        self.auxiliary, self.outputs = auxiliary, {}
         self.denoiser, self.model = build_model(
             config.unet_config,
             seed=config.seed,
@@ -173,7 +204,10 @@ class TrainStep:
             channels_last=config.compile_unet and self.device.type == "cuda",  # the layout of tensor cores
             activation_checkpointing=config.activation_checkpointing,
             device=self.device,
+            auxiliary=torch.nn.ModuleDict({loss.name: loss.module for loss in auxiliary}),
         )
+        for loss in auxiliary:
+            self.keep_output(loss)
         self.ema = diffusion.EMA(self.denoiser, config.ema_decay, config.ema_start)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -209,14 +243,35 @@ class TrainStep:
             losses = losses * self.sampling_weights_T[draws.timesteps_B]
         return losses * keep
 
+    def keep_output(self, loss: AuxiliaryLoss) -> None:
+        """Let each forward pass keep the output of the loss's block in `outputs`."""
+
+        def keep(module: torch.nn.Module, arguments: tuple, output: Any) -> None:
+            self.outputs[loss.name] = output
+
+        self.denoiser.get_submodule(loss.block).register_forward_hook(keep)
+
+    def auxiliary_losses(self, unit: Unit) -> torch.Tensor:
+        """(A,) sums of the auxiliary losses over the unmasked rows of the unit of the last forward pass."""
+        keep, features = unit.keep_U.to(self.device, non_blocking=True), unit.features
+        if features is None and unit.keep_U.any():
+            names = ", ".join(loss.name for loss in self.auxiliary)
+            raise ValueError(f"The rows have no image features, which {names} needs: read them with the latents.")
+        if features is not None:  # those of masked rows are arbitrary bits
+            features = torch.where(keep[:, None], features.to(self.device, non_blocking=True), 0)
+        modules = getattr(self.denoiser, denoisers.AUXILIARY)
+        with autocast(self.denoiser, self.config.precision):
+            losses = [modules[loss.name](self.outputs.pop(loss.name), features) for loss in self.auxiliary]
+        return torch.stack([(losses_U.float() * keep).sum() for losses_U in losses])
+
     def step(self, step: int, units: list[Unit]) -> dict[str, float]:
         """Train on this worker's units of global batch number `step`, counted from 0.
 
         `units` has at least one unit, which may be masked.
 
-        Returns {"loss", "grad_norm", "learning_rate", "num_kept"}. The loss is the mean over the `num_kept` unmasked
-        rows of the whole global batch, before this update. Raises FloatingPointError, on all ranks, if the loss or the
-        gradient is not finite. Nothing has changed then.
+        Returns {"loss", "grad_norm", "learning_rate", "num_kept"}, and the auxiliary losses by name. A loss is the mean
+        over the `num_kept` unmasked rows of the whole global batch, before this update. Raises FloatingPointError, on
+        all ranks, if the loss or the gradient is not finite. Nothing has changed then.
         """
         config = self.config
         # Not `torch.tensor`, which would wait for the GPU.
@@ -229,22 +284,29 @@ class TrainStep:
         if len(micro_batches) < num_micro_batches:
             masked = Unit.masked(self.manifest, units[0].latents_spec, rows)
             micro_batches += [masked] * (num_micro_batches - len(micro_batches))
-        loss = torch.zeros((), device=self.device)
+        loss, auxiliary = torch.zeros((), device=self.device), torch.zeros(len(self.auxiliary), device=self.device)
+        weights = torch.tensor([one.weight_at(step) for one in self.auxiliary]).to(self.device, non_blocking=True)
         for number, micro_batch in enumerate(micro_batches, start=1):
             last = number == len(micro_batches)
             with synchronise_gradients(self.model, last, config.strategy):
                 with self.profile_span("forward"):
-                    micro_loss = self.row_losses(micro_batch, step).sum() / num_kept.clamp(min=1)
+                    trained_loss = micro_loss = self.row_losses(micro_batch, step).sum() / num_kept.clamp(min=1)
+                    if self.auxiliary:
+                        micro_auxiliary = self.auxiliary_losses(micro_batch) / num_kept.clamp(min=1)
+                        trained_loss = micro_loss + (weights * micro_auxiliary).sum()
+                        auxiliary += micro_auxiliary.detach()
                 with self.profile_span("backward"):
                     # Gradients are averaged over the ranks, where the loss is a sum over them.
-                    (micro_loss * world_size()).backward()
+                    (trained_loss * world_size()).backward()
             loss += micro_loss.detach()
         with self.profile_span("optimizer"):
             factor = diffusion.lr_multiplier(step, config.warmup_steps, config.max_steps, config.lr_schedule)
             learning_rate = config.learning_rate * factor
             loss, norm = self.update(loss, learning_rate)
             # The step's only wait for the GPU. All ranks have the same numbers, so all raise or none does.
-            loss, norm, num_kept = torch.stack([loss, norm.double(), num_kept.double()]).tolist()
+            auxiliary = sum_over_ranks(auxiliary.double()) if self.auxiliary else []
+            values = torch.stack([loss, norm.double(), num_kept.double(), *auxiliary]).tolist()
+            loss, norm, num_kept, *auxiliary = values
             if not np.isfinite(loss + norm):
                 name, value = ("gradient", norm) if np.isfinite(loss) else ("loss", loss)
                 raise FloatingPointError(
@@ -256,6 +318,7 @@ class TrainStep:
             "grad_norm": norm,
             "learning_rate": learning_rate,
             "num_kept": int(num_kept),
+            **{one.name: value for one, value in zip(self.auxiliary, auxiliary, strict=True)},
         }
 
     @torch.no_grad()

@@ -23,6 +23,7 @@ from ...latents.parquet import MEND
 from ...latents.plan import plan_run
 from ...model import denoisers, diffusion
 from ...train import checkpoint, run_folder, start
+from ..extras.repa import repa_fits
 
 LISTED_ROWS = 10**8  # a larger data set's files are not listed before a run: they are checked when they are read
 
@@ -301,6 +302,7 @@ ALL: Sequence[start.Check] = (
     start.plan_is_filled,
     first_weights_fit,
     files_are_there,
+    repa_fits,
 )
 
 

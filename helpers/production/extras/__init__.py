@@ -2,6 +2,7 @@
 
 `watchdog`: a worker that hangs. `preemption`: a node whose end is announced. `sick_devices`: a GPU that gives wrong
 results. `evaluate`, `scores`: losses, images and scores of checkpoints. `trackers`, `meter`: what a run shows.
+`repa`: a loss that aligns the denoiser with an image encoder.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ...train.extra import Extra
 from .failures import RecordFailures
 
 # All extras of the three notebooks: a profile serves all, and names those that its notebook does not list too.
-NAMES = ("watchdog", "preemption", "sick_devices", "meter", "evaluate", "trackers", "exclusions")
+NAMES = ("watchdog", "preemption", "sick_devices", "meter", "evaluate", "trackers", "exclusions", "repa")
 
 # A class of settings whose values are checked when it is built: True is no 1, and "1e-3" no number.
 validated = functools.partial(
