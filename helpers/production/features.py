@@ -126,8 +126,10 @@ def encode_features(images: ImageEncoder, spec: schema.ColumnSpec, rows: pa.Tabl
 
 
 def encoder_arguments(config: PreprocessingConfig) -> dict[str, Any]:
-    """The arguments of `FeatureEncoder` in an online run, by name."""
+    """The arguments of an online run's encoders, by name: of `FeatureEncoder` if the config names an image encoder."""
     arguments = prepare.encoder_arguments(config, num_captions=1)
+    if config.image_encoder_model is None:
+        return arguments
     model = models.pin_model(config.image_encoder_model, parameter="image_encoder_model")
     latents = [spec for spec in arguments["columns"] if spec.resolution]
     features = feature_columns(latents, config.size_multiple, model)
