@@ -84,7 +84,7 @@ def test_a_limit_cuts_the_last_file_before_the_filter(cluster, tmp_path, kind):
     kept = columns.filter(pa.array(filters.kept_rows(columns, text)))["key"].to_pylist()
     assert sorted(row["id"] for row in read) == kept
     assert {row["source"] for row in read} == {storage.name(path) for path in (*first.paths, *last.paths)}
-    assert set(read[0]) == {"id", "caption", "image", "error", "source"}
+    assert set(read[0]) == {"id", "caption", "image", "error", "source", "note"}
 
 
 def test_tasks_read_each_row_group_once_and_a_file_without_any_too(tmp_path):

@@ -168,7 +168,7 @@ def test_a_hub_that_is_not_reached_is_one_sentence(hub, tmp_path, monkeypatch):
 def test_a_model_in_the_image_is_used_without_a_request(hub, newer, tmp_path, monkeypatch):
     """By the Dockerfile's own command; also where `main` has moved since, and offline."""
     dockerfile = (ROOT / "helpers/clusters/Dockerfile").read_text().replace("\\\n", "")
-    (command,) = re.findall(r"^RUN (if .*)$", dockerfile, re.MULTILINE)
+    (command,) = re.findall(r"^RUN (if .*ENCODER_MODEL.*)$", dockerfile, re.MULTILINE)
     image = {"HF_HOME": str(tmp_path / "driver"), "HF_ENDPOINT": hub.url, "ENCODER_MODEL": MODEL}
     image["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     subprocess.run(["bash", "-c", command], cwd=ROOT, env={**os.environ, **image}, check=True)

@@ -57,7 +57,7 @@ def drawn(fig):
 
 def test_a_run_over_time_is_one_figure(build_run):
     fig = drawn(run_over_time(build_run("first")))
-    labels = {ax.get_ylabel() for ax in fig.axes}
+    labels = {ax.get_ylabel().partition(" (")[0] for ax in fig.axes}  # what stands in brackets is said of the axis
     assert {"loss", "loss by noise level", "CLIP score", "agreement"} <= labels and "CMMD" not in labels
     pictures = [ax for ax in fig.axes if ax.images]
     assert len(pictures) == 4 and {ax.get_title() for ax in pictures} >= {"step 20", "step 60"}
@@ -66,7 +66,8 @@ def test_a_run_over_time_is_one_figure(build_run):
 
 def test_a_run_that_was_not_evaluated_shows_its_loss(build_run):
     fig = drawn(run_over_time(build_run("first", evaluated=())))
-    assert [ax.get_ylabel() for ax in fig.axes] == ["loss"]
+    (ax,) = fig.axes
+    assert ax.get_ylabel().startswith("loss")
 
 
 def test_a_run_without_a_step_is_refused_in_one_sentence(tmp_path):

@@ -71,7 +71,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(sharding, "shard_size", lambda device: RANKS_PER_NODE)  # asks every rank
     # Fake tensors have no values to draw.
     monkeypatch.setattr(
-        sharding, "allocate_weights", lambda denoiser, name, seed, device: denoiser.to_empty(device=device)
+        sharding, "allocate_weights", lambda denoiser, name, seed, device, _: denoiser.to_empty(device=device)
     )
     yield
     dist.destroy_process_group()
