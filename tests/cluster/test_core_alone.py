@@ -5,10 +5,13 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
 ROOMS = ("online", "production", "lesson")
 
 
+@pytest.mark.slow
 def test_the_core_works_without_the_rooms_beside_it(no_shared_cluster, tmp_path):
     shutil.copytree(
         ROOT / "helpers", tmp_path / "core" / "helpers", ignore=shutil.ignore_patterns(*ROOMS, "__pycache__")

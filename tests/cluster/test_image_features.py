@@ -100,6 +100,7 @@ def test_a_run_reads_the_stored_features_in_the_batches_of_a_run_without(stored,
     assert found["loss"][0] == straight["loss"][0] and (found["loss"][1:] != straight["loss"][1:4]).all()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_bit(stored, straight):
     config = short_run(stored[0].storage, "killed", **ALIGNED, max_failures=1)
     with monitor.monitor_run(config), fault_injection.inject_worker_failure(config, rank=0, at_step=6):
@@ -134,6 +135,7 @@ def test_the_same_rows_have_the_same_losses_online_as_stored(stored, transformed
     np.testing.assert_allclose(by_path[1], by_path[0], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_online_run_computes_the_features_on_the_way(stored):
     raw = OnlineConfig(storage=stored[0].storage, resolutions=[32], validation_share=0.05, image_encoder_model=MODEL)
     changes = {"latents_uri": storage.join(raw.storage, "online"), "validation_share": 0.05}
