@@ -112,7 +112,7 @@ def add_note(ax: Axes, text: str, point: tuple[float, float], offset: tuple[floa
 
 def show_image(ax: Axes, image: Any) -> None:
     """Show an image without ticks and frame."""
-    ax.imshow(np.asarray(image), cmap="gray")  # cmap: for images of one channel
+    ax.imshow(np.asarray(image), cmap="gray", interpolation="nearest")  # cmap: for images of one channel
     ax.set(xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
 
