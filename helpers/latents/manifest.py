@@ -55,7 +55,7 @@ class Manifest:
         scaling_factor, shift_factor: of the VAE; stored latents are neither scaled nor shifted.
         id_type: Arrow type of the ids.
         empty_caption_embedding: base64 of fp16, in the shape of the embeddings; without padding if they are ragged.
-        job: the parameters that decide what is written, and `layout.Found.counts` of the input's files.
+        job: the parameters that decide what is written, and the counts of the input's files.
         read, written, filtered: rows.
         rejected: reason -> rows, the most frequent first.
         noted: what is wrong with rows that are used -> how many.

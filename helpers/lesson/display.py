@@ -119,7 +119,7 @@ def catch_up() -> None:
 
 
 def stage_rates(manifest: Manifest, config: PreprocessingConfig) -> pd.DataFrame:
-    """Images/s of each stage, all its workers together: and the number of workers."""
+    """Images/s of each stage, all its workers together, and their number."""
     workers = {"transform": config.num_transform_workers, "encode": config.most_encoders, "write": 1}
     rows = manifest.read - manifest.filtered
     seconds = {stage: manifest.work[f"{stage}_seconds"] for stage in workers}

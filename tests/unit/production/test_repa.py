@@ -13,30 +13,20 @@ from helpers.config import TrainingConfig
 from helpers.distributed import has_compiler
 from helpers.latents import schema
 from helpers.lesson.ablations import random_batch
-from helpers.model.denoisers import build_denoiser, load_denoiser_config
+from helpers.model.denoisers import build_denoiser
 from helpers.production.extras import repa
 from helpers.train import checkpoint
 from helpers.train.step import AuxiliaryLoss, TrainStep
 from tests.latents import refuse
 from tests.processes import start_ranks
-from tests.steps import BATCH, MIDDLE, STEPS, begin_save, column, everything, group, same, save, train
+from tests.steps import BATCH, MIDDLE, STEPS, begin_save, column, everything, group, one_level_recipe, same, save, train
 
 FEATURES, POSITIONS = 6, 64  # the middle block of a U-Net of one level has 8 x 8 positions at 64 pixels
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    """A function that makes a config: a U-Net of one level."""
-    path = tmp_path_factory.mktemp("unet") / "unet.json"
-    one_level = {
-        "block_out_channels": [32],
-        "down_block_types": ["CrossAttnDownBlock2D"],
-        "up_block_types": ["CrossAttnUpBlock2D"],
-        "attention_head_dim": [2],
-    }
-    path.write_text(json.dumps({**load_denoiser_config("tiny"), **one_level}))
-    small = {"global_batch_size": BATCH, "units_per_step": 4, "warmup_steps": 2, "max_steps": 50}
-    return lambda **values: TrainingConfig(**{"unet_config": str(path), "learning_rate": 1e-3, **small, **values})
+    return one_level_recipe(tmp_path_factory.mktemp("unet"))
 
 
 @pytest.fixture(scope="module")
