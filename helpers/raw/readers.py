@@ -19,6 +19,7 @@ import io
 import itertools
 import json
 import tarfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ MAX_CHUNK_BYTES, MAX_RATIO = 2**22, 100  # that a column may unpack to: bytes, o
 MAX_TEXT_BYTES = 2**22  # of one text or JSON; a larger one is not read
 MAX_CAPTION_BYTES = 2**16
 MAX_NAME_BYTES = 2**20  # of a tar's members that are no files
+MAX_SECONDS = 600  # of one core, to find the rows of a file; waiting for its storage does not count
 BUFFER_BYTES = 2**20  # of a Parquet column read at a time; without it, a row group's whole column is read
 LARGE_BATCH_BYTES = 2**24
 GROUP_ROWS = schema.ROWS_PER_ROW_GROUP  # for formats without row groups, see `schema.row_groups`
@@ -128,6 +130,20 @@ def naming(path: str, what: str) -> Iterator[None]:
         raise Unreadable(f"{path} is not a readable {what}: remove or replace it. ({error})") from None
 
 
+def within_seconds(items: Iterable) -> Iterator:
+    """What a file yields. Raises ArrowInvalid once that took one core more than `MAX_SECONDS` in all."""
+    items, taken, end = iter(items), 0.0, object()
+    while True:
+        started = time.thread_time()
+        item = next(items, end)
+        taken += time.thread_time() - started
+        if taken > MAX_SECONDS:
+            raise pa.ArrowInvalid(f"finding its rows takes a core more than {MAX_SECONDS} s")
+        if item is end:
+            return
+        yield item
+
+
 class Parquet(Reader):
     """Parquet files, with their own row groups and types."""
 
@@ -183,7 +199,8 @@ def batches(file: PlainParquetFile, group: int, columns: Sequence[str]) -> Itera
     """
     stored, first = [name for name in columns if name in file.schema_arrow.names], 0
     check_chunks(file.metadata.row_group(group), stored)
-    for batch in file.iter_batches(batch_size=GROUP_ROWS, row_groups=[group], columns=stored, use_threads=False):
+    found = file.iter_batches(batch_size=GROUP_ROWS, row_groups=[group], columns=stored, use_threads=False)
+    for batch in within_seconds(found):
         table, rows = pa.Table.from_batches([batch]), np.arange(first, first + len(batch), dtype=np.int32)
         added = {GROUP: np.full_like(rows, group), ROW: rows}
         for name in (name for name in columns if name not in stored):
@@ -310,7 +327,7 @@ def samples(tar: tarfile.TarFile, is_read: Callable[[str], bool] = lambda extens
     Raises BadTar for members of one name that do not stand together, and for links.
     """
     sample, keys = {}, set()
-    for member in tar:
+    for member in within_seconds(tar):
         if tar.offset <= member.offset:
             raise tarfile.ReadError(f"{member.name!r} has the size {member.size}")
         folder, slash, name = member.name.rpartition("/")

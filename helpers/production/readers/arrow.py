@@ -6,6 +6,7 @@ They are read in their order: finding a row on an object store sends what stands
 from __future__ import annotations
 
 import contextlib
+import io
 import posixpath
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from ...raw.readers import (
     naming,
     parse_json,
     plain_schema,
+    within_seconds,
 )
 
 STATE = "state.json"  # lists the files of a data set that `save_to_disk` wrote
@@ -50,13 +52,13 @@ class Arrow(Reader):
         is_local = storage.is_local(path)
         with naming(path, self.what), pa.memory_map(inner) if is_local else filesystem.open_input_file(inner) as source:
             start = 8 if source.read_at(len(MAGIC), 0) == MAGIC else 0
-            if is_local:  # an object store would send the file twice
+            if is_local:  # mapped, so that a second pass costs nothing
                 source.seek(start)
                 for message in pa.ipc.MessageReader.open_stream(source):
                     check_message(message)
             source.seek(start)
-            found = pa.ipc.open_stream(source)
-            yield found.schema, map(check_batch, found)
+            found = pa.ipc.open_stream(source if is_local else io.BufferedReader(CheckedMessages(source)))
+            yield found.schema, within_seconds(map(check_batch, found))
 
     def schema(self, path: str) -> pa.Schema:
         """Raises ValueError as `plain_schema`."""
@@ -105,6 +107,24 @@ class Arrow(Reader):
                 break
         rows = pa.concat_tables(found)
         yield from (rows.take(np.searchsorted(wanted, piece[ROW].to_numpy())) for piece in pieces)
+
+
+class CheckedMessages(io.RawIOBase):
+    """The bytes of a file on an object store, which sends it once: each message is checked before it is unpacked."""
+
+    def __init__(self, source: pa.NativeFile):
+        self.messages, self.rest = pa.ipc.MessageReader.open_stream(source), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        if not self.rest and (message := next(iter(self.messages), None)):
+            check_message(message)
+            self.rest = memoryview(message.serialize())
+        count = min(len(buffer), len(self.rest))
+        buffer[:count], self.rest = self.rest[:count], self.rest[count:]
+        return count
 
 
 def listed_files(uri: str) -> set[str]:

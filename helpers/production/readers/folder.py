@@ -31,6 +31,7 @@ from ...raw.readers import (
     is_image,
     is_text,
     parse_json,
+    within_seconds,
 )
 
 FILES = "__files__"  # where a row is in its folder: the names of its image, and of what stands beside it
@@ -187,23 +188,28 @@ def _load_table(path: str, version: tuple[int, int]) -> list[dict]:
     data = storage.read_bytes(path)
     if b"\0" in data[:1000]:
         raise Unreadable(f"{path} is not UTF-8: save it as UTF-8.")
-    if path.lower().endswith(".jsonl"):
-        rows = [parse_json(line) for line in data.split(b"\n") if line.strip()]
-        if 2 * rows.count({}) > len(rows):
-            raise Unreadable(f"{path} holds no JSON Lines: write one object a line (jq -c '.[]' does it of a list).")
-        return rows
-    csv.field_size_limit(MAX_BYTES)
+    is_jsonl = path.lower().endswith(".jsonl")
     try:
-        table = csv.DictReader(
-            io.StringIO(data.decode("utf-8-sig", "surrogateescape"), newline=""), restval="", strict=True
-        )
-        check_names(table.fieldnames or [], path)
-        rows = list(table)
+        rows = list(within_seconds(jsonl_rows(data) if is_jsonl else csv_rows(path, data)))
         if any(None in row for row in rows):
             raise csv.Error("its rows have more fields than its first line has names")
-    except csv.Error as error:
+    except (csv.Error, pa.ArrowInvalid) as error:
         raise Unreadable(f"{path} is not a readable table: correct it. ({error})") from None
+    if is_jsonl and 2 * rows.count({}) > len(rows):
+        raise Unreadable(f"{path} holds no JSON Lines: write one object a line (jq -c '.[]' does it of a list).")
     return rows
+
+
+def jsonl_rows(data: bytes) -> Iterator[dict]:
+    return (parse_json(line) for line in data.split(b"\n") if line.strip())
+
+
+def csv_rows(path: str, data: bytes) -> csv.DictReader:
+    csv.field_size_limit(MAX_BYTES)
+    text = io.StringIO(data.decode("utf-8-sig", "surrogateescape"), newline="")
+    table = csv.DictReader(text, restval="", strict=True)
+    check_names(table.fieldnames or [], path)
+    return table
 
 
 def files_read(names: Iterable[str], folder: str) -> set[str]:

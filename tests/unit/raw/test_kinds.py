@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from helpers import storage
 from helpers.config import PreprocessingConfig
+from helpers.production.readers import folder
 from helpers.raw import inputs, readers
 from tests.raw_data import (
     as_arrow,
@@ -316,13 +317,26 @@ def test_what_a_file_costs_is_bounded(tmp_path, name):
     assert name in str(got) if isinstance(got, Exception) else got
 
 
-def test_an_arrow_file_that_unpacks_to_gigabytes_is_refused(tmp_path):
+@pytest.mark.parametrize("on_store", [False, True])
+def test_an_arrow_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch, on_store):
     rows, data = table(jpg=[bytes(2**27)] * 2), io.BytesIO()
     with pa.ipc.new_file(data, rows.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as file:
         file.write_table(rows)
     path = write(tmp_path / "d", **{"a.arrow": data.getvalue()})
     del rows
+    if on_store:
+        monkeypatch.setattr(storage, "is_local", lambda uri: False)
     assert "a.arrow is not a readable Arrow file" in str(limited(lambda: job_rows(path)))
+
+
+@pytest.mark.parametrize("kind", FORMATS[:-1])  # side-cars are read in units of a bounded number of files
+def test_a_file_whose_rows_take_too_long_to_find_is_refused_by_name(tmp_path, monkeypatch, kind):
+    path = write(tmp_path / "d", **files_of([{"caption": "a"}], kind))
+    given = found(path)
+    monkeypatch.setattr(readers, "MAX_SECONDS", 0)
+    folder._load_table.cache_clear()
+    with pytest.raises(readers.Unreadable, match=f"{given.paths[0]} .*takes a core more than 0 s"):
+        list(inputs.reader(given.config).stream(given.paths[0], ["caption"]))
 
 
 def whole_files():
