@@ -121,7 +121,7 @@ class CheckedMessages(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:
         if not self.rest and (message := next(iter(self.messages), None)):
             check_message(message)
-            self.rest = memoryview(message.serialize())
+            self.rest = memoryview(message.serialize()).cast("B")
         count = min(len(buffer), len(self.rest))
         buffer[:count], self.rest = self.rest[:count], self.rest[count:]
         return count

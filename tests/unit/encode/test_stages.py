@@ -12,8 +12,9 @@ from helpers.latents import schema
 from helpers.raw import inputs
 
 STAGES = """
-import sys, tempfile
+import io, sys, tempfile
 import pyarrow as pa
+from PIL import Image
 from helpers.config import PreprocessingConfig
 from helpers.encode import stages
 from helpers.latents import schema
@@ -23,7 +24,9 @@ from helpers.production.decode import isolated
 from helpers.raw import inputs
 
 config = PreprocessingConfig(resolutions=[32])
-columns = {inputs.ID: [1], inputs.CAPTION: ["a caption"], inputs.IMAGE: [b"broken"], inputs.ERROR: [None]}
+photograph = io.BytesIO()
+Image.new("RGB", (100, 75)).save(photograph, "JPEG")
+columns = {inputs.ID: [1], inputs.CAPTION: ["a caption"], inputs.IMAGE: [photograph.getvalue()], inputs.ERROR: [None]}
 options = {"decode": isolated.decoder(tempfile.mkdtemp()), "excluded": Exclusions().is_excluded}
 rows = stages.transform(pa.table({**columns, inputs.SOURCE: ["a"], inputs.NOTE: [""]}), config=config, **options)
 calls = pa.array([{"started": 0.0, "ended": 0.0}])

@@ -16,7 +16,7 @@ from tests import killing_pictures
 from tests.killing_pictures import HANGS, KILLED, KILLS, RAISES
 from tests.unit.raw.test_images import encoded, photograph
 
-SHAPES = {32: [(32, 32)]}
+SHAPES = {64: [(64, 64)]}  # that of `GOOD`: to resize, the child would load PyTorch, which takes seconds
 GOOD = encoded(photograph(64, 64), "PNG")
 work = functools.partial(killing_pictures.make_pixels, shapes=SHAPES)
 
@@ -33,7 +33,7 @@ def test_a_picture_that_kills_its_process_is_named_and_all_others_are_done():
     found = run(GOOD, GOOD + KILLS, GOOD, b"", GOOD + KILLS, GOOD + KILLS, GOOD, b"broken")
     assert reasons(found) == ["", KILLED, "", "no image bytes", KILLED, KILLED, "", "not an image"]
     expected = images.make_pixels(GOOD, shapes=SHAPES)[0]
-    assert all((found[place][0][32, 32] == expected[32, 32]).all() for place in (0, 2, 6))
+    assert all((found[place][0][64, 64] == expected[64, 64]).all() for place in (0, 2, 6))
 
 
 def test_a_picture_that_takes_too_long_is_rejected():
@@ -97,4 +97,4 @@ def test_a_lost_image_is_rejected_again_for_the_same_reason(tmp_path, monkeypatc
     again = decode(calls, SHAPES)
     expected = ["", "took longer than 2 s to decode", KILLED]
     assert [one.reason for one in first] == expected == [one.reason for one in again]
-    assert [list(one.pixels) for one in again] == [[(32, 32)], [], []]
+    assert [list(one.pixels) for one in again] == [[(64, 64)], [], []]
