@@ -38,8 +38,7 @@ MAX_UNIT = 2.0  # floats up to 1, of which resizing has brought some above; in 2
 JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")  # of a segment with a length, or the end; not within pixels
 START_OF_SCAN, END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
 PROFILE_MODES = {"GRAY": "L", "RGB": "RGB", "CMYK": "CMYK"}  # a profile's kind of colours -> Pillow's mode
-NOTE, BROKEN_PROFILE = "note", "broken colour profile"  # in `Image.info`, what is wrong with an image that is used
-BEFORE_TURN = "its width and height columns are those before its EXIF orientation"
+WRONG_COLUMNS = "its width or height column is wrong, or that of before its EXIF orientation"
 Transpose = Image.Transpose
 SIDEWAYS = (Transpose.TRANSPOSE, Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90)
 UPRIGHT = (Transpose.FLIP_LEFT_RIGHT, Transpose.ROTATE_180, Transpose.FLIP_TOP_BOTTOM)
@@ -54,14 +53,10 @@ Call = tuple[bytes | None, Crop, Shape | None]  # the arguments of `make_pixels`
 
 
 class DecodedImage(NamedTuple):
-    """(H, W, 3) uint8 pixels by shape, or the `reason` why an image cannot be used.
-
-    `note`: what is wrong with an image that is used.
-    """
+    """(H, W, 3) uint8 pixels by shape, or the `reason` why an image cannot be used."""
 
     pixels: dict[Shape, np.ndarray]
     reason: str = ""
-    note: str = ""
 
 
 class BadImage(ValueError):
@@ -148,9 +143,9 @@ def load(image: Image.Image, data: bytes, shrink: float = 1) -> tuple[Image.Imag
         if image.format == "PNG":
             check_png(data)
         image.load()
-        found, profile = to_rgb(image), image.info.get("icc_profile", b"")  # None: Pillow could not unpack it
+        found = to_rgb(image)
         found = found if turn is None else found.transpose(turn)
-        found.info = {NOTE: BROKEN_PROFILE} if profile is None or srgb_transform(profile)[1] else {}
+        found.info = {}  # such as the profile, which no longer applies
         return found, scale
     except Exception:
         raise BadImage("broken image") from None
@@ -197,7 +192,7 @@ def scans(data: bytes) -> Iterator[bytes]:
 def to_rgb(image: Image.Image) -> Image.Image:
     """Any Pillow mode -> sRGB, by the ICC profile or a PNG's gamma; deep greys in 8 bits, alpha over white."""
     info = image.info
-    transform, _ = srgb_transform(info.get("icc_profile"))
+    transform = srgb_transform(info.get("icc_profile"))
     is_grey = ImageMode.getmode(image.mode).basemode == "L"
     fitting = ("L", "RGB") if is_grey else ("CMYK",) if image.mode == "CMYK" else ("RGB",)
     if image.mode.startswith("I") or image.mode == "F":
@@ -224,24 +219,23 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 @functools.lru_cache(maxsize=16)
-def srgb_transform(profile: bytes | None) -> tuple[ImageCms.ImageCmsTransform | None, bool]:
-    """`(transform, whether the profile is broken)`, from an ICC profile's colours to sRGB.
+def srgb_transform(profile: bytes | None) -> ImageCms.ImageCmsTransform | None:
+    """From an ICC profile's colours to sRGB: relative colorimetric, with black point compensation.
 
-    The transform is relative colorimetric, with black point compensation. It is None without a profile, for a broken
-    one, and for one that is sRGB (it changes no colour by more than 1).
+    None without a profile, for a broken one, and for one that is sRGB (it changes no colour by more than 1).
     """
     if not profile:
-        return None, False
+        return None
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         mode = PROFILE_MODES[source.profile.xcolor_space.strip()]
         intent, flags = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
         transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB", intent, flags)
     except (ImageCms.PyCMSError, OSError, KeyError):
-        return None, True
+        return None
     probe = PROBE.convert(mode)
     changes = np.asarray(ImageCms.applyTransform(probe, transform), int) - np.asarray(probe.convert("RGB"), int)
-    return (transform if abs(changes).max() > 1 else None), False
+    return transform if abs(changes).max() > 1 else None
 
 
 def to_grey(image: Image.Image) -> np.ndarray:
@@ -314,10 +308,8 @@ def make_pixels(
         size = upright_size(image)
         reached, reason = reached_shapes(size, shapes)
         if wanted and wanted not in reached:
-            is_turned = wanted in reached_shapes(image.size, shapes)[0]
             is_smaller = size[0] < wanted[0] or size[1] < wanted[1]
-            wrong = f"smaller than {wanted[0]} pixels" if is_smaller else "its width or height column is wrong"
-            raise BadImage(reason or (BEFORE_TURN if is_turned else wrong))
+            raise BadImage(reason or (f"smaller than {wanted[0]} pixels" if is_smaller else WRONG_COLUMNS))
         reached = [wanted] if wanted else reached
         # One decode for all shapes.
         crops = {shape: crop(size, shape[0] / shape[1]) for shape in reached}
@@ -326,7 +318,7 @@ def make_pixels(
     except BadImage as bad:
         return DecodedImage({}, str(bad))
     pixels = {shape: cut(upright, of_shape, shape, scale) for shape, of_shape in crops.items()}
-    return DecodedImage(pixels, reason, upright.info.get(NOTE, ""))
+    return DecodedImage(pixels, reason)
 
 
 def nearest_shape(size: Shape, shapes: Sequence[Shape]) -> Shape:
