@@ -23,7 +23,7 @@ from IPython import get_ipython
 # Variables of stores and of the model hub that workers get. None is a secret: Ray shows and logs what they get.
 FORWARDED = (
     *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_MAX_ATTEMPTS"),
-    *("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_SERVICE_ENDPOINT", "GOOGLE_APPLICATION_CREDENTIALS"),
+    "GOOGLE_APPLICATION_CREDENTIALS",
     *("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
 )
 START_ATTEMPTS = 4

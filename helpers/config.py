@@ -6,22 +6,31 @@ value raises ValueError before anything starts, in one sentence that names the p
 Building a config reads no storage.
 """
 
-import ast
-import contextlib
 import dataclasses
-import difflib
 import functools
+import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from . import storage
 from .storage import resolve
+
+
+def as_text(value: Any) -> Any:
+    """A path, or a whole number (a run called 2024), as text; other values as they are."""
+    return str(value) if isinstance(value, int | os.PathLike) and not isinstance(value, bool) else value
+
+
+def refuse_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is no number")
+    return value
 
 
 def resolve_model(name: str) -> str:
@@ -37,15 +46,6 @@ def least_and_most(workers: int | Sequence[int]) -> tuple[int, int]:
     return (workers, workers) if isinstance(workers, int) else tuple(workers)
 
 
-def check_run_name(name: str) -> str:
-    """A run's name stands in paths, URIs, tables and pages: characters that mean something there are refused."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=,-]{0,99}", name):
-        raise ValueError(
-            "a run's name is up to 100 ASCII letters, digits and . _ - + = , that begin with a letter or digit"
-        )
-    return name
-
-
 def check_pair(pair: tuple[int, int]) -> tuple[int, int]:
     if pair[0] > pair[1]:
         raise ValueError(f"({pair[1]}, {pair[0]}): the least number comes first")
@@ -59,19 +59,22 @@ def sort_unique(values: Iterable[float]) -> tuple[float, ...]:
 # ---- types of parameters that both classes have
 
 T = TypeVar("T")
-Count = Annotated[int, Field(ge=1, lt=2**63)]
-CountOrZero = Annotated[int, Field(ge=0, lt=2**63)]
-Limit = Annotated[int, Field(ge=-1)]
-Positive = Annotated[float, Field(gt=0)]
-Amount = Annotated[float, Field(ge=0)]
-Several = Annotated[tuple[T, ...], Field(strict=False)]  # a list or a tuple: papermill gives lists
+Whole = Annotated[int, BeforeValidator(refuse_bool)]
+Real = Annotated[float, BeforeValidator(refuse_bool)]
+Count = Annotated[Whole, Field(ge=1, lt=2**63)]
+CountOrZero = Annotated[Whole, Field(ge=0, lt=2**63)]
+Limit = Annotated[Whole, Field(ge=-1)]
+Positive = Annotated[Real, Field(gt=0)]
+Amount = Annotated[Real, Field(ge=0)]
+Several = tuple[T, ...]
 Shares = Annotated[dict[T, Positive], Field(min_length=1)]
-Name = Annotated[str, Field(min_length=1)]
-Location = Annotated[str, AfterValidator(lambda uri: resolve(uri) if uri else "")]
+Text = Annotated[str, BeforeValidator(as_text)]
+Name = Annotated[Text, Field(min_length=1)]
+Location = Annotated[Text, AfterValidator(lambda uri: resolve(uri) if uri else "")]
 Model = Annotated[Name, AfterValidator(resolve_model)]
-Pair = Annotated[tuple[Count, Count], Field(strict=False), AfterValidator(check_pair)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-Crop = Annotated[float, Field(gt=0, le=1)]
+Pair = Annotated[tuple[Count, Count], AfterValidator(check_pair)]
+Share = Annotated[Real, Field(ge=0, lt=1)]
+Crop = Annotated[Real, Field(gt=0, le=1)]
 Extras = dict[str, dict[str, Any] | None]
 
 
@@ -100,16 +103,12 @@ LATENTS_URI = "encoded data; empty: storage/latents"
 PARAMETERS_PAGE = "helpers/docs/PARAMETERS.md, which lists all parameters and what replaced earlier ones"
 # A text in which a profile leaves something open, such as "hub/id@REPLACE_WITH_COMMIT" or "s3://your-bucket/sd2".
 PLACEHOLDER = re.compile(r"""[^'"]*(REPLACE_WITH_\w+|(?<=://)your-[\w-]+)[^'"]*""")
-# What may be given to a notebook: `checked` adds the fields of each class.
-NAMES = {"ray_address", "sections", "own_pictures", "PAPERMILL_INPUT_PATH", "PAPERMILL_OUTPUT_PATH"}
-NAMES |= {"other_pipeline", "other_prompts", "clip_model", "online_run_name"}  # of the lesson's other notebooks
-NAMES |= {"measured_steps", "phase_steps", "trainer_gpus", "encoder_gpu"}
 
 
 def checked(cls: type) -> type:
     """`cls` as a frozen dataclass with checked fields. Pydantic's first finding becomes one plain ValueError."""
-    # strict: True is no 1; an int may stand for a float. `read_as_typed` takes what papermill gives.
-    options = pydantic.ConfigDict(strict=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    # Not strict: papermill and YAML read 1e-4 as a text, and 1e3 as no whole number.
+    options = pydantic.ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
     cls = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=options)(cls)
     validate = cls.__init__
 
@@ -120,7 +119,6 @@ def checked(cls: type) -> type:
             raise ValueError(describe_error(error.errors(), values)) from None
 
     cls.__init__ = __init__
-    NAMES.update(names_of(cls))
     return cls
 
 
@@ -143,66 +141,8 @@ def describe_reasons(errors: list[dict], name: str) -> str:
     """What pydantic says of one value; of a union, all that may be given."""
     reasons = [error["msg"].removeprefix("Value error, ") for error in errors if error["loc"][0] == name]
     text = ", or ".join(dict.fromkeys(reason[0].lower() + reason[1:] for reason in reasons))
-    return text.replace("valid string", 'valid string ("papermill -r" passes a text as it is)')
-
-
-def read_as_typed(value: Any, validate: Callable[[Any], T]) -> T:
-    """`validate(value)`, or of what the value stands for, if papermill or YAML gave it in another type.
-
-    Both read 1e-4 and (1, 2) as texts, 2024 as a number, and 1e3 as no whole number.
-    """
-    try:
-        return validate(value)
-    except pydantic.ValidationError as error:
-        wrong = error
-    for reading in readings(value):
-        try:
-            return validate(reading)
-        except pydantic.ValidationError as error:
-            wrong = error if isinstance(value, str) else wrong  # about what the text says
-    raise wrong
-
-
-def readings(value: Any) -> Iterator[Any]:
-    """What a value may stand for: a number for a text, a whole number, what a text says in Python or JSON."""
-    if isinstance(value, float) and value.is_integer():
-        yield int(value)
-    elif isinstance(value, int | os.PathLike) and not isinstance(value, bool):
-        yield str(value)
-    else:
-        yield evaluate_texts(value)
-
-
-def evaluate_texts(value: Any) -> Any:
-    """A text as the number, list or other value that it says, also inside of lists and mappings."""
-    if isinstance(value, list | tuple):
-        return [evaluate_texts(one) for one in value]
-    if isinstance(value, dict):
-        return {int(key) if str(key).isdecimal() else key: evaluate_texts(one) for key, one in value.items()}
-    for text in [value, value.title()] if isinstance(value, str) else []:  # true, none
-        with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            read = ast.literal_eval(text.strip())
-            return list(read) if isinstance(read, tuple) else read
-    return value
-
-
-def check_names(cells: Sequence[str]) -> None:
-    """Raises ValueError if a parameters cell sets a name that is no parameter. `cells`: those run so far (`In`).
-
-    A cell counts until a later one sets one of its names again: a cell that was mended takes the place of what it was.
-    papermill puts what it is given (`-p`, `-f`) into a cell of its own. Parameters of other notebooks are allowed, as a
-    profile serves all three: `NAMES` has those of all classes imported so far.
-    """
-    seen: set[str] = set()
-    for cell in reversed(cells):
-        names = names_set(cell)
-        if seen.isdisjoint(names):
-            for name in names:
-                if name not in NAMES:
-                    close = difflib.get_close_matches(name, NAMES, 1)
-                    meant = f" (did you mean {close[0]}?)" if close else ""
-                    raise ValueError(f"{name} is not a parameter{meant}: see {PARAMETERS_PAGE}.")
-        seen.update(names)
+    text = text.replace("valid string", 'valid string ("papermill -r" passes a text as it is)')
+    return text.replace("valid tuple", 'valid tuple ("papermill -y" passes a list)')
 
 
 def check_placeholders(given: dict[str, Any]) -> None:
@@ -210,22 +150,6 @@ def check_placeholders(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if found := PLACEHOLDER.search(repr(value)):
             raise ValueError(f"{name}: {found[0]!r} still has the placeholder {found[1]}: put your own in its place.")
-
-
-def names_set(cell: str) -> list[str]:
-    """The names that a parameters cell sets; [] of another cell.
-
-    It consists of assignments alone, and sets a parameter or begins with papermill's comment.
-    """
-    try:
-        statements = ast.parse(cell).body
-    except SyntaxError:  # magic, such as "%time"
-        return []
-    targets = [getattr(statement, "targets", [None])[0] for statement in statements]
-    if not all(isinstance(target, ast.Name) for target in targets):
-        return []
-    names = [target.id for target in targets]
-    return names if cell.startswith("# Parameters\n") or NAMES.intersection(names) else []
 
 
 @checked
@@ -237,26 +161,18 @@ class Parameters:
     max_failures: Limit = free(3, "restarts after lost workers, or of a failed segment; -1: no limit")
     extras: Extras = free({}, 'changes of the list of extras: {"watchdog": {"timeout": 60}, "evaluate": None}')
 
-    @pydantic.field_validator("*", mode="wrap")
-    @classmethod
-    def read_as_typed(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
-        return read_as_typed(value, validate)
-
     @classmethod
     def from_parameters(cls, namespace: dict[str, Any], **changes: Any) -> Self:
         """The config of a notebook's variables (`globals()`) that have the names of parameters.
 
         A variable of another type, such as the text "1e-4", becomes what the config has. `changes`: other values.
-        Raises ValueError for a name in a parameters cell that no notebook has as a parameter.
         """
-        check_names(namespace.get("In", ()))
         given = {name: namespace[name] for name in names_of(cls) if name in namespace}
         check_placeholders(given)
         config = cls(**{**given, **changes})
         for name, value in given.items():
             read = getattr(config, name)
-            plain = list(read) if isinstance(read, tuple) else read
-            if plain != value and plain in readings(value):
+            if isinstance(value, str | int | float) and value != "auto" and type(read) is not type(value):
                 namespace[name] = read
         return config
 
@@ -340,7 +256,9 @@ class PreprocessingConfig(Parameters):
     id_column: Name | None = fixes_rows(None, "column of ids; None: hash, key, __key__, id or the row number")
     limit: Count | None = fixes_rows(None, "maximum number of rows to read; None: all")
     # the transform
-    resolutions: Sorted[Annotated[int, Field(ge=8)]] = fixes_rows((32, 64), "pixels; all sizes are encoded in one pass")
+    resolutions: Sorted[Annotated[Whole, Field(ge=8)]] = fixes_rows(
+        (32, 64), "pixels; all sizes are encoded in one pass"
+    )
     aspect_ratios: Ratios = fixes_rows((1.0,), "width / height; images get the nearest: [0.5, 0.75, 1, 1.33, 2]")
     # The encoder. It fixes the latents too: `prepare.describe_encoder` records it.
     encoder_model: Model = free("tiny-sd", '"tiny-sd" (in helpers), a folder, or a hub id "name@commit"')
@@ -375,16 +293,12 @@ class PreprocessingConfig(Parameters):
             yield f"caption_column={self.caption_column!r} must name one column, or several different ones."
         elif len(columns) > 1 and self.max_captions > 1:
             yield f"max_captions={self.max_captions} is for a single caption_column: set it to 1."
-        known = {}
-        for resolution, shapes in self.shapes.items():
-            for width, height in shapes:
-                other = known.setdefault((width, height), resolution)
-                if other != resolution or 0 in (width, height):
-                    what = "has a side of 0" if 0 in (width, height) else f"is one of resolution {other} too"
-                    yield (
-                        f"aspect_ratios={list(self.aspect_ratios)} come to {width} x {height} pixels at resolution "
-                        f"{resolution}, which {what}: leave that ratio out."
-                    )
+        shapes = list(itertools.chain.from_iterable(self.shapes.values()))
+        if len(set(shapes)) < len(shapes) or 0 in itertools.chain.from_iterable(shapes):
+            yield (
+                f"aspect_ratios={list(self.aspect_ratios)} come to {self.shapes}, where two shapes are equal or one is "
+                "empty: leave a ratio out."
+            )
 
     def model_parameter(self, part: str) -> str:
         """The parameter that names the model of `part`: "vae", or "text_encoder" (with its tokenizer)."""
@@ -437,7 +351,8 @@ class PreprocessingConfig(Parameters):
         return self.input_uri or self.raw_uri
 
 
-RunName = Annotated[str, AfterValidator(check_run_name)]
+# It stands in paths, URIs, tables and pages: characters that mean something there are refused.
+RunName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+=,-]{0,99}$")]
 Which = Literal["model", "ema"]
 SizeShares = Count | Shares[Count]
 Objective = Literal["v_prediction", "epsilon", "flow"]

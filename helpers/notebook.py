@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import html
 import os
+import re
 import signal
 import sys
 import threading
@@ -17,7 +18,9 @@ from IPython import get_ipython
 from IPython.display import display
 
 from . import storage
-from .texts import printable
+
+# Control characters, of which terminals make commands; marks that reorder a line; halves of characters.
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @contextlib.contextmanager
@@ -134,6 +137,14 @@ def batch_terminal() -> int | None:
         return sys.stderr.fileno()
     except (AttributeError, OSError):  # no standard error, or one without a file
         return None
+
+
+def printable(text: object) -> str:
+    """A user's text (a caption, a prompt, a name) for a terminal, a widget or a description: nothing but text.
+
+    Tabs and ends of lines stay. For URIs: `storage.shown`.
+    """
+    return UNPRINTABLE.sub("\ufffd", str(text))
 
 
 def duration(seconds: float) -> str:

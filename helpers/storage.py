@@ -1,9 +1,7 @@
 """Files in a local folder or an object store, by one path or URI: all access goes through `pyarrow.fs`."""
 
-import collections
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import pathlib
@@ -12,7 +10,6 @@ import re
 import shutil
 import stat
 import time
-import urllib.parse
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,8 +26,6 @@ PAUSES = (1, 5, 25)  # seconds before `retry` tries again
 REMEDY = "delete it, and start the same command again"  # for a damaged file
 CHECKSUM = "crc32"  # the key of a JSON file's checksum, its last entry
 LOCAL = fs.LocalFileSystem()
-# Of a name that is made from a user's text. Disks take 255 bytes and stores 1,024, endings and folders included.
-MOST_NAME_BYTES, MOST_PATH_BYTES = 200, 500
 MOST_COPIED = 5 * 2**30  # bytes of an object that S3 copies by one request
 
 
@@ -39,23 +34,15 @@ class DamagedFile(ValueError):
 
 
 def resolve(uri: str | os.PathLike) -> str:
-    """An absolute local path, or the URI of a store as it is, without a trailing slash.
+    """An absolute local path, or a URI as it is, without a trailing slash.
 
-    `file://` becomes a local path; "%20" in it is a space, unless a file of exactly this name exists. Relative paths
-    must be resolved on the driver: Ray workers run in folders of their own.
+    Relative paths must be resolved on the driver: Ray workers run in folders of their own.
     """
     uri = str(uri)
     if not uri.isascii() and uri != uri.encode(errors="replace").decode():
         raise ValueError(f"{uri!r} is no name in UTF-8: rename it.")
     scheme, mark, path = uri.partition("://")
-    if mark and scheme != "file":
-        return scheme + mark + path.rstrip("/")
-    if mark:
-        path = path.removeprefix("localhost")
-        if not path.startswith("/"):
-            raise ValueError(f"{uri} has no absolute path: write file:///folder, or the path alone.")
-        uri = path if os.path.exists(path) else urllib.parse.unquote(path)
-    return os.path.abspath(os.path.expanduser(uri))
+    return scheme + mark + path.rstrip("/") if mark else os.path.abspath(os.path.expanduser(uri))
 
 
 def shown(uri: str | os.PathLike) -> str:
@@ -67,15 +54,15 @@ def shown(uri: str | os.PathLike) -> str:
     if not mark:
         return str(uri)
     user = r"^(?!anonymous@)([^/:@]*)(:(?!\d+/)[^@]*)?@([^/@]*@)*"  # a password may hold "/"; ":8080/" is a port
-    path = re.sub(user, r"\1@" if SCHEMES.get(scheme) is open_azure else "", path)
+    path = re.sub(user, r"\1@" if scheme.startswith("abfs") else "", path)
     return scheme + mark + re.sub(r"[?#][^/]*=.*", "", path, flags=re.DOTALL)
 
 
 def open_filesystem(uri: str | os.PathLike) -> tuple[fs.FileSystem, str]:
     """`(filesystem, path)` of a local path or a URI of `SCHEMES`; credentials come from the environment.
 
-    Raises ValueError for a URI of no known store, without a bucket, or of Azure without an account. It refuses what
-    `shown` would remove, so no secret gets into a config, a manifest or a card.
+    Raises ValueError for a URI of no known store or without a bucket, and for what `shown` would remove, so no secret
+    gets into a config, a manifest or a card.
     """
     uri = resolve(uri)
     if "://" not in uri:
@@ -86,11 +73,11 @@ def open_filesystem(uri: str | os.PathLike) -> tuple[fs.FileSystem, str]:
             f"{shown(uri)} cannot be opened: give a folder, or a URI such as {' or '.join(EXAMPLES)}, without a "
             "password or query, because credentials come from the environment."
         )
-    return SCHEMES[scheme](path)
+    return SCHEMES[scheme](uri)
 
 
-def open_s3(path: str) -> tuple[fs.FileSystem, str]:
-    env = os.environ
+def open_s3(uri: str) -> tuple[fs.FileSystem, str]:
+    env, path = os.environ, uri.removeprefix("s3://")
     endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
     region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")
     return _s3_client(path.partition("/")[0], endpoint, region), path
@@ -113,39 +100,16 @@ def _s3_client(bucket: str, endpoint: str | None, region: str | None) -> fs.S3Fi
     return fs.S3FileSystem(region=region, retry_strategy=retries, allow_delayed_open=True, **where)
 
 
-def open_azure(path: str) -> tuple[fs.FileSystem, str]:
-    bucket, slash, below = path.partition("/")
-    container, _, host = bucket.partition("@")
-    account = host.partition(".")[0] or os.environ.get("AZURE_STORAGE_ACCOUNT")
-    if not account:
-        raise ValueError(
-            f"abfs://{path} names no storage account: write abfs://{container}@account.dfs.core.windows.net/..., or "
-            "set AZURE_STORAGE_ACCOUNT."
-        )
-    names = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SERVICE_ENDPOINT")
-    return _azure_client(account, *map(os.environ.get, names)), container + slash + below
+def open_by_default(uri: str) -> tuple[fs.FileSystem, str]:
+    """By pyarrow's own client of the store, with its default credentials."""
+    scheme, _, bucket, *below = uri.split("/")
+    filesystem, root = _default_client(f"{scheme}//{bucket}")
+    return filesystem, "/".join([root.rstrip("/"), *below])
 
 
-@functools.lru_cache(maxsize=16)
-def _azure_client(account: str, key: str | None, sas_token: str | None, endpoint: str | None) -> fs.AzureFileSystem:
-    """A key, else a token, else Azure's default credentials; `endpoint` is an emulator's, as `http://localhost:10000`."""
-    where = {}
-    if endpoint:
-        scheme, _, host = endpoint.rpartition("://")
-        authority, scheme = host.partition("/")[0], scheme or "https"
-        where = {"blob_storage_authority": authority, "blob_storage_scheme": scheme}
-        where |= {"dfs_storage_authority": authority, "dfs_storage_scheme": scheme}
-    secret = {"account_key": key} if key else {"sas_token": sas_token} if sas_token else {}
-    return fs.AzureFileSystem(account, **secret, **where)
-
-
-# {scheme: function of the path after "://" that returns (filesystem, path)}
-SCHEMES = {
-    "s3": open_s3,
-    "gs": lambda path: fs.FileSystem.from_uri(f"gs://{path}"),
-    "abfs": open_azure,
-    "abfss": open_azure,
-}
+_default_client = functools.lru_cache(maxsize=16)(fs.FileSystem.from_uri)
+# {scheme: function of a URI that returns (filesystem, path)}
+SCHEMES = {"s3": open_s3, "gs": open_by_default, "abfs": open_by_default, "abfss": open_by_default}
 EXAMPLES = "s3://bucket/folder", "gs://bucket/folder", "abfs://container@account.dfs.core.windows.net/folder"
 
 
@@ -181,14 +145,6 @@ def name(uri: str | os.PathLike) -> str:
     return str(uri).rstrip("/").rsplit("/", 1)[-1]
 
 
-def short_name(text: str) -> str:
-    """A name for a file that is made from a user's text, such as a path: the text, or its hash if it is too long."""
-    longest = max(len(part.encode()) for part in text.split("/"))
-    if longest <= MOST_NAME_BYTES and len(text.encode()) <= MOST_PATH_BYTES:
-        return text
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 def _info(uri: str | os.PathLike) -> fs.FileInfo:
     filesystem, path = open_filesystem(uri)
     return filesystem.get_file_info(path)
@@ -211,9 +167,9 @@ def version(uri: str | os.PathLike) -> tuple[int, int]:
 def walk(uri: str | os.PathLike, recursive: bool = True) -> Iterator[tuple[str, int | None]]:
     """Yield `(path below uri, bytes)` of the files in a folder, in any order; nothing if there is no folder.
 
-    Bytes are None for what cannot be opened: a link that leads nowhere, a FIFO, a folder that may not be read, a name
-    that is not UTF-8 (with "?" for its odd bytes). Raises ValueError for a key with an empty part, which pyarrow cannot
-    open.
+    Bytes are None for what cannot be opened: a link that leads nowhere, a FIFO, a name that is not UTF-8 (with "?" for
+    its odd bytes). Folders that may not be read are left out. Raises ValueError for a key with an empty part, which
+    pyarrow cannot open.
     """
     filesystem, path = open_filesystem(uri)
     if isinstance(filesystem, fs.LocalFileSystem):
@@ -227,32 +183,26 @@ def walk(uri: str | os.PathLike, recursive: bool = True) -> Iterator[tuple[str, 
 
 
 def _walk_disk(root: str, recursive: bool) -> Iterator[tuple[str, int | None]]:
-    """`walk`, which finds each folder once, and each file of one name once, however many links lead there.
+    """`walk`. A folder, and a file of one name, is found once, however many links lead there."""
+    seen = {(os.stat(root).st_dev, os.stat(root).st_ino)} if os.path.isdir(root) else set()
 
-    Links are followed after all else, so a link to a folder or file of `root` adds nothing.
-    """
-    found, waiting = set(), collections.deque([(root, "")] if os.path.isdir(root) else [])
-    while waiting:
-        path, below = waiting.popleft()
-        try:
-            path.encode()
-            about = os.stat(path)
-            is_folder = stat.S_ISDIR(about.st_mode)
-            identity = about.st_dev, about.st_ino, is_folder or name(path)
-            if identity in found:
+    def is_new(about: os.stat_result, *name: str) -> bool:
+        identity = about.st_dev, about.st_ino, *name
+        return identity not in seen and not seen.add(identity)
+
+    for folder, folders, files in os.walk(root, followlinks=True):
+        folders[:] = [one for one in sorted(folders) if recursive and is_new(os.stat(os.path.join(folder, one)))]
+        for file in sorted(files):
+            path = os.path.join(folder, file)
+            below = os.path.relpath(path, root)
+            try:
+                path.encode()
+                about = os.stat(path)
+            except (OSError, UnicodeEncodeError):  # a link that leads nowhere; no UTF-8
+                yield below.encode(errors="replace").decode(), None
                 continue
-            found.add(identity)
-            entries = list(os.scandir(path)) if is_folder and (recursive or not below) else []
-        except (OSError, UnicodeEncodeError):  # a link that leads nowhere; a folder such as lost+found; no UTF-8
-            if not below:
-                raise
-            yield below.encode(errors="replace").decode(), None
-            continue
-        if not is_folder:
-            yield below, about.st_size if stat.S_ISREG(about.st_mode) else None
-        for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
-            add = waiting.append if entry.is_symlink() else waiting.appendleft
-            add((entry.path, f"{below}/{entry.name}" if below else entry.name))
+            if is_new(about, file):
+                yield below, about.st_size if stat.S_ISREG(about.st_mode) else None
 
 
 def list_files(uri: str | os.PathLike, suffix: str | tuple[str, ...] = "", recursive: bool = False) -> list[str]:

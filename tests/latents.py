@@ -1,7 +1,6 @@
 """Latents without a job and without Ray: a finished folder of made-up rows, and the rows of a plan's steps."""
 
 import numpy as np
-import pyarrow as pa
 
 from helpers.encode import stages
 from helpers.encode.job import Segment, segment_entry
@@ -15,12 +14,12 @@ from helpers.train import start
 SHAPES = {"image_latents_32": (2, 4, 4, 4), "image_latents_64": (2, 4, 8, 8), "caption_embeddings": (6, 128)}
 
 
-def write_job(uri, num_rows, tables, columns, id_type="int64", validation_share=0.0, job=None, **fields):
+def write_job(uri, num_rows, tables, columns, validation_share=0.0, job=None, **fields):
     """Write a finished job of one segment, a file for each of its tables; returns the manifest.
 
     `columns`: the specs of what is stored, the captions' last; `job`, `fields`: of the manifest.
     """
-    where = {"latents_uri": uri, "segment_index": 0, "columns": columns, "id_type": pa.type_for_alias(id_type)}
+    where = {"latents_uri": uri, "segment_index": 0, "columns": columns}
     reports = [stages.write_latents(rows, validation_share=validation_share, **where) for rows in tables]
     entry = segment_entry(Segment(0, [], num_rows), reports)
     values = {
@@ -28,7 +27,7 @@ def write_job(uri, num_rows, tables, columns, id_type="int64", validation_share=
         "resolutions": sorted({spec.resolution for spec in columns if spec.resolution}),
         "columns": columns,
         "scaling_factor": 1.0,
-        "id_type": id_type,
+        "id_type": "string",
         "empty_caption_embedding": encode_embedding(np.zeros(columns[-1].shape)),
         "job": {**(job or {}), "validation_share": validation_share},
     }

@@ -84,11 +84,10 @@ def transformed(uri, **parameters):
     given = found(uri, **parameters)
     config, reader = given.config, inputs.reader(given.config)
     options = {"columns": inputs.used_columns(config), "reader": reader}
-    id_type = inputs.id_type_of(given.paths, config)
     for segment in job.plan_segments(given.paths, config):
         for part in [part for path in segment.paths for part in inputs.parts(reader, path)]:
             for block in inputs.read_part(pa.Table.from_pylist([part]), **options):
-                yield from stages.transform(inputs.to_raw_rows(block, config, id_type), config=config).to_pylist()
+                yield from stages.transform(inputs.to_raw_rows(block, config), config=config).to_pylist()
 
 
 def job_rows(uri, **parameters):
@@ -105,7 +104,7 @@ def online_rows(uri, **parameters):
     plan, rows = plan_for(training), {}
     for number in range(plan.chunks_per_epoch):
         ((source, ranges),) = plan.chunk_rows(number)[0]
-        raw = encode.read_raw(ranges, source, config=config, id_type=pa.type_for_alias(manifest.id_type))
+        raw = encode.read_raw(ranges, source, config=config)
         done = stages.transform(raw, config=config)
         rows |= {row["id"]: (row["caption"], row["reason"]) for row in done.to_pylist()}
     return rows, manifest.rejected

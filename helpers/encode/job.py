@@ -23,10 +23,10 @@ from typing import Any
 import pyarrow as pa
 import ray
 
-from .. import cluster, storage, texts
+from .. import cluster, storage
 from ..config import PreprocessingConfig, refuse_change
 from ..latents.manifest import SCHEMA_VERSION, Manifest, add_up, read_manifest, read_segments, write_manifest
-from ..notebook import keep_executed_notebook, with_interrupt_hint
+from ..notebook import keep_executed_notebook, printable, with_interrupt_hint
 from ..raw import inputs
 
 ROWS_PER_SEGMENT = 200_000  # per encoder: half an hour of an A10G at 256 pixels, 2.5 hours at 256 and 512 (est.)
@@ -61,7 +61,7 @@ def plan_segments(paths: list[str], config, rows_per_segment: int = ROWS_PER_SEG
     segments, sources, rows, unreadable = [], [], 0, []
     for path, taken, is_cut in inputs.rows_to_read(paths, config):
         if taken is None:
-            print(texts.printable(f"{path} cannot be read, and is left out."))
+            print(printable(f"{path} cannot be read, and is left out."))
             unreadable.append(inputs.name_of(path, config))
         if not taken:
             continue
@@ -194,7 +194,6 @@ class Job:
             "latents_uri": self.config.latents_uri,
             "segment_index": segment.index,
             "columns": self.description["columns"],
-            "id_type": pa.type_for_alias(self.parameters["id_type"]),
             "validation_share": self.parameters["validation_share"],
         }
 
@@ -295,7 +294,7 @@ class Job:
             entries,
             **self.description,
             resolutions=list(self.parameters["resolutions"]),
-            id_type=self.parameters["id_type"],
+            id_type=str(pa.string()),
             job=self.parameters,
         )
         check_rows(manifest, self.config, f"delete {self.config.latents_uri} or give another latents_uri")

@@ -62,7 +62,7 @@ def prepare_job(
     paths, listing = inputs.list_inputs(config)
     # Encoders start anew with each segment: the more there are, the more rows it takes to make that worth it.
     rows_per_segment = rows_per_segment or job.ROWS_PER_SEGMENT * config.most_encoders
-    parameters = describe_input(config, paths, listing, begun) | (recorded or {})
+    parameters = describe_input(config, listing) | (recorded or {})
     parameters["input_written_crc32"] = input_version(config, listing, begun)
     plan = functools.partial(job.plan_segments, paths, config, rows_per_segment)
     return job.Job(config, parameters, describe_encoder(config), plan)
@@ -107,16 +107,13 @@ def pin_models(config: Config, earlier: dict[str, str] | None = None) -> Config:
     return dataclasses.replace(config, **pinned)
 
 
-def describe_input(
-    config: PreprocessingConfig, paths: list[str], listing: dict[str, int], begun: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """The parameters that decide what is written, the type of the ids, and a checksum of the input's files."""
+def describe_input(config: PreprocessingConfig, listing: dict[str, int]) -> dict[str, Any]:
+    """The parameters that decide what is written, and a checksum of the input's files."""
     return {
         **config.fixed("rows", "latents"),
         "num_captions": config.num_captions,
         "input_uri": config.data_uri,
         "input_crc32": inputs.checksum(listing),
-        "id_type": begun["id_type"] if begun else str(inputs.id_type_of(inputs.reached(paths, config), config)),
     }
 
 

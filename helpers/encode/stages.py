@@ -86,7 +86,7 @@ def decode_rows(
         excluded: `excluded(ids, encoded images)` returns (B,) bool: True for rows that must not be used. They are
             rejected before anything is decoded.
     """
-    raw = rows.select([inputs.ID, inputs.CAPTION, inputs.IMAGE, inputs.ERROR]).to_pylist()
+    raw = rows.select([inputs.CAPTION, inputs.IMAGE, inputs.ERROR]).to_pylist()
     excluded_B = excluded(rows[inputs.ID], [row[inputs.IMAGE] for row in raw]) if excluded else [False] * len(raw)
     reasons = [EXCLUDED if out else row_reason(row) for row, out in zip(raw, excluded_B, strict=True)]
     crops, shapes = crops or itertools.repeat(images.center_crop), shapes or itertools.repeat(None)
@@ -98,7 +98,7 @@ def decode_rows(
 
 def row_reason(row: dict[str, Any]) -> str:
     """Why a raw row cannot be used, as far as is known before its image is decoded."""
-    reason = inputs.text_reason(row[inputs.ID], row[inputs.CAPTION]) or row[inputs.ERROR]
+    reason = inputs.caption_reason(row[inputs.CAPTION]) or row[inputs.ERROR]
     return reason or ("" if row[inputs.IMAGE] else "no image bytes")
 
 
@@ -108,7 +108,6 @@ def write_latents(
     latents_uri: str,
     segment_index: int,
     columns: list[schema.ColumnSpec],
-    id_type: pa.DataType,
     validation_share: float = 0.0,
 ) -> pa.Table:
     """Write encoded rows as one Parquet file of latents and one of rejects; returns one row that reports them.
@@ -124,7 +123,7 @@ def write_latents(
     counts = {bucket: int(np.count_nonzero(mask_B)) for bucket, mask_B in masks.items()}
     files, rejects, num_bytes = [], [], 0
     if masks:
-        layout = schema.latents_schema(id_type, columns)
+        layout = schema.latents_schema(rows[schema.ID].type, columns)
         stored = rows.select(layout.names)
         tables = (stored.filter(pa.array(mask_B)).cast(layout) for mask_B in masks.values())  # one in memory at a time
         num_bytes, file_id = write_latents_file(tables, storage.join(latents_uri, "data", name))
@@ -136,7 +135,7 @@ def write_latents(
     good_B = pc.equal(rows[schema.REASON], "")
     bad = rows.filter(pc.invert(good_B))
     if len(bad):
-        layout = schema.rejects_schema(id_type)
+        layout = schema.rejects_schema(bad[schema.ID].type)
         write_latents_file([bad.select(layout.names).cast(layout)], storage.join(latents_uri, "rejects", name))
         rejects = [name]
     calls = rows["encoder_call"].drop_null().to_pylist()

@@ -21,13 +21,14 @@ from IPython.display import HTML, display
 from PIL import Image
 from transformers.utils import logging as transformers_logging
 
-from .. import sample, storage, texts
-from ..config import PreprocessingConfig, TrainingConfig, check_names
+from .. import sample, storage
+from ..config import PreprocessingConfig, TrainingConfig
 from ..encode import stages
 from ..encode.captions import load_tokenizer
 from ..latents import held_out, schema
 from ..latents.manifest import DataSets, Manifest, read_manifest
 from ..latents.parquet import read_parquet
+from ..notebook import printable
 from ..online.config import OnlineConfig
 from ..production.extras import scores
 from ..production.readers import detect
@@ -35,13 +36,18 @@ from ..raw import filters, images, inputs, readers
 from ..train import run_folder
 from ..train.start import read_config
 from . import captioned_shapes
-from .sections import choose_sections
+from .sections import check_names, choose_sections
 
 
 def setup(sections: Sequence[str] = (), known: Sequence[str] = ()) -> None:
-    """Prepare a notebook: errors as one sentence, the chosen `sections` (see `choose_sections`), quiet libraries."""
-    choose_sections(sections, known)
+    """Prepare a notebook: errors as one sentence, the chosen `sections` (see `choose_sections`), quiet libraries.
+
+    Raises ValueError if a parameters cell sets a name that is no parameter (`check_names`).
+    """
     fold_tracebacks()
+    choose_sections(sections, known)
+    if (shell := get_ipython()) is not None:
+        check_names(shell.user_ns["In"])
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # else it says that torchvision is missing
@@ -60,9 +66,9 @@ def fold_tracebacks() -> None:
 def _show_error(shell, kind, error, trace, tb_offset=None):
     """An error of a Ray task, of a subclass of NameError, gets no note; a cell that was stopped no traceback."""
     if isinstance(error, KeyboardInterrupt):
-        print(texts.printable(error) or "Stopped: this cell did not finish.")
+        print(printable(error) or "Stopped: this cell did not finish.")
         return
-    error.args = tuple(texts.printable(one) if isinstance(one, str) else one for one in error.args)
+    error.args = tuple(printable(one) if isinstance(one, str) else one for one in error.args)
     if kind is NameError:
         error.add_note(cell_to_run(error.name, notebook_cells(shell)))
     text = html.escape("".join(traceback.format_exception(kind, error, trace)))
@@ -184,7 +190,7 @@ def good_rows(rows: pa.Table, config: PreprocessingConfig, num_rows: int) -> lis
 
 def as_text(frame: pd.DataFrame) -> pd.DataFrame:
     """A frame to be shown, whose texts may be a user's."""
-    return frame.map(lambda value: texts.printable(value) if isinstance(value, str) else value)
+    return frame.map(lambda value: printable(value) if isinstance(value, str) else value)
 
 
 def input_tables(found: detect.Found) -> list[pd.DataFrame]:
@@ -324,4 +330,4 @@ def first_captions(training: TrainingConfig, num_rows: int) -> list[str]:
         return held_out.example_rows(uri, num_rows)[schema.CAPTION].to_pylist()
     config = OnlineConfig(**raw)
     rows = detect.first_rows(config, num_rows)
-    return [captions[0] for captions in inputs.captions_of(rows, config) if not inputs.text_reason(0, captions[0])]
+    return [captions[0] for captions in inputs.captions_of(rows, config) if not inputs.caption_reason(captions[0])]

@@ -23,8 +23,8 @@ from matplotlib.text import Text
 from PIL import Image
 
 from .. import storage
+from ..notebook import printable
 from ..production.extras import results
-from ..texts import printable
 from ..train.metrics import read_metrics
 
 # Okabe & Ito's colours, which colour-blind readers can tell apart: https://jfly.uni-koeln.de/color

@@ -12,8 +12,8 @@ import numpy as np
 
 from .. import storage
 from ..config import TrainingConfig
+from ..notebook import printable
 from ..sample import generate
-from ..texts import printable
 from .generation import load_pipeline
 from .side_by_side import enlarged_png
 

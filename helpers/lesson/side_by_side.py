@@ -25,8 +25,8 @@ import numpy as np
 import pandas as pd
 
 from .. import storage
+from ..notebook import printable
 from ..sample import to_png
-from ..texts import csv_cell, printable
 
 QUESTIONS = {"quality": "Which image is better?", "alignment": "Which fits the prompt better?"}
 NO_PREFERENCE = "no preference"
@@ -138,6 +138,12 @@ def enlarged_png(picture: np.ndarray) -> bytes:
     """Images smaller than `SIDE` are enlarged by an integer factor, without smoothing: their pixels are visible."""
     factor = -(-SIDE // max(picture.shape))
     return to_png(picture.repeat(factor, axis=0).repeat(factor, axis=1))
+
+
+def csv_cell(text: object) -> str:
+    """A text for a cell of a table that spreadsheets open: they would calculate a formula."""
+    text = printable(text)
+    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
 
 
 def check_model_names(names: Sequence[str]) -> tuple[str, str]:

@@ -50,7 +50,7 @@ def raw_rows(plan: Plan, first_step: int, end_step: int, *, config: OnlineConfig
     """
     manifests = [read_manifest(uri) for uri in {source.files.uri for source in plan.sources}]
     largest = max(manifest.job["raw_group_bytes"] for manifest in manifests)
-    read = functools.partial(read_raw, config=config, id_type=pa.type_for_alias(manifests[0].id_type))
+    read = functools.partial(read_raw, config=config)
     if largest <= CHUNK_BYTES // 4:
         return build_dataset(plan, first_step, end_step, read)
     # One chunk per task, so that concurrent tasks share row groups: one read serves consecutive tasks.

@@ -130,7 +130,7 @@ def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share:
 
 def index_uri_of(uri: str, name: str) -> str:
     """Where the index of a raw file lies. `name`: its path below the input's folder."""
-    return storage.join(uri, f"{storage.short_name(name)}.parquet")
+    return storage.join(uri, f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.parquet")
 
 
 read_index = functools.lru_cache(maxsize=32)(read_parquet)
@@ -142,15 +142,15 @@ def read_report(index: pa.Table) -> dict:
 
 def assess(rows: pa.Table, config: OnlineConfig, validation_share: float) -> tuple[pa.Array, pa.Array, pa.Array, list]:
     """`(bucket, why the row cannot be used or "", id, captions)` of each row, from its columns alone."""
-    ids, captions = inputs.ids_of(rows, config, pa.string()), inputs.captions_of(rows, config)
+    ids, captions = inputs.ids_of(rows, config), inputs.captions_of(rows, config)
     held_out_B = schema.held_out_mask(ids.to_pylist(), validation_share)
     names = inputs.size_columns(config)
     sizes = zip(*(rows[name].to_pylist() for name in names), strict=True) if names else [None] * len(rows)
     buckets, reasons = [], []
-    for row_id, (caption, *_), size, is_held_out in zip(ids.to_pylist(), captions, sizes, held_out_B, strict=True):
+    for (caption, *_), size, is_held_out in zip(captions, sizes, held_out_B, strict=True):
         columns, reason = columns_of(size, config)
         buckets.append(schema.bucket_name(columns, is_held_out))
-        reasons.append(inputs.text_reason(row_id, caption) or reason)
+        reasons.append(inputs.caption_reason(caption) or reason)
     return pa.array(buckets, pa.string()), pa.array(reasons, pa.string()), ids, captions
 
 
@@ -194,9 +194,8 @@ def read_indexed_rows(
     config: OnlineConfig,
     index_uri: str,
     read_group: ReadGroup | None = None,
-    id_type: pa.DataType | None = None,
 ) -> pa.Table:
-    """The raw rows (`inputs.to_raw_rows`) of `ranges`, in their order. `id_type`: of their ids.
+    """The raw rows (`inputs.to_raw_rows`) of `ranges`, in their order.
 
     A range's file is one of the index, `{key}/{name}`. `read_group`: reads a Parquet row group in place of the reader.
     """
@@ -220,7 +219,7 @@ def read_indexed_rows(
             rows = inputs.with_path(rows, path)
             if inputs.ROW_NUMBER in piece.column_names:
                 rows = rows.drop_columns(inputs.ROW_NUMBER).append_column(inputs.ROW_NUMBER, piece[inputs.ROW_NUMBER])
-            tables[position] = inputs.to_raw_rows(rows, config, id_type)
+            tables[position] = inputs.to_raw_rows(rows, config)
     return pa.concat_tables(tables).combine_chunks()
 
 

@@ -44,7 +44,7 @@ def prepare_run(
     earlier = finished_manifest(uri)
     config = prepare.derive(config, earlier and earlier.encoder)
     paths, listing = inputs.list_inputs(config)
-    parameters, description = prepare.describe_input(config, paths, listing), prepare.describe_encoder(config)
+    parameters, description = prepare.describe_input(config, listing), prepare.describe_encoder(config)
     with guard or contextlib.nullcontext():
         key, reports = index.build_index(storage.join(uri, INDEX), paths, listing, config, share)
         if earlier:
@@ -60,8 +60,8 @@ def prepare_run(
             "raw_row_bytes": round(row_bytes + pixel_bytes),
             "raw_group_bytes": round(largest * row_bytes),
         }
-        resolutions, id_type = list(config.resolutions), parameters["id_type"]
-        manifest = Manifest.of([segment], **description, resolutions=resolutions, id_type=id_type, job=job)
+        fields = {"resolutions": list(config.resolutions), "id_type": str(pa.string()), "job": job}
+        manifest = Manifest.of([segment], **description, **fields)
         check_rows(manifest, config, "start again")
         validation_uri = storage.join(uri, held_out.FOLDER)
         if not is_same_data(finished_manifest(uri), manifest):
@@ -125,8 +125,7 @@ def write_validation(
     latents_uri, arguments = storage.join(uri, held_out.FOLDER), prepare.encoder_arguments(config, num_captions=1)
     segment, reports = Segment(0, [], 0), []
     if ranges := held_out.first_ranges(manifest, read_files(uri), training.largest_resolution, num_rows):
-        id_type = pa.type_for_alias(manifest.id_type)
-        rows = index.read_indexed_rows(ranges, config, storage.join(uri, INDEX), id_type=id_type)[:num_rows]
+        rows = index.read_indexed_rows(ranges, config, storage.join(uri, INDEX))[:num_rows]
         segment = dataclasses.replace(segment, rows=len(rows))
         # On a CPU, use all threads: nothing else runs in this process yet.
         latent_encoder = encoder.LatentEncoder(**arguments, num_threads=torch.get_num_threads())
@@ -136,7 +135,6 @@ def write_validation(
             latents_uri=latents_uri,
             segment_index=segment.index,
             columns=arguments["columns"],
-            id_type=id_type,
             validation_share=1.0,
         )
         reports.append(report)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from typing import Any
 
 import ray.train
 from huggingface_hub import DatasetCard, DatasetCardData, ModelCard, ModelCardData
 from packaging.licenses import canonicalize_license_expression
 
-from .. import storage, texts
+from .. import storage
 from ..config import TrainingConfig
 from ..latents.manifest import DataSets, Manifest, read_manifest
+from ..notebook import printable
 from ..sample import adapter_of_run
 from ..train import run_folder
 
+MARKDOWN = re.compile(r"[\\`*{}\[\]<>&|~$#!]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is only that
 # The parameters of a run that its card lists.
 LISTED = (
     *("prediction_type", "zero_terminal_snr", "min_snr_gamma", "timestep_sampling", "timestep_shift", "resolution"),
@@ -60,7 +63,7 @@ def model_card(
         size=config.largest_resolution,
         max_tokens=manifest.embeddings.shape[0],
         note=adapter.note,
-        facts={name: texts.markdown_cell(value) for name, value in facts.items()},
+        facts={name: markdown_cell(value) for name, value in facts.items()},
         licence=licence,
     )
 
@@ -101,8 +104,8 @@ def data_card(manifest: Manifest, name: str, licence: str | None = None) -> Data
     return DatasetCard.from_template(
         DatasetCardData(**metadata),
         template_path=str(pathlib.Path(__file__).with_name("data_card.md")),
-        name=texts.markdown_cell(public_name(manifest.job.get("input_uri") or name)),
-        facts={name: texts.markdown_cell(value) for name, value in facts.items()},
+        name=markdown_cell(public_name(manifest.job.get("input_uri") or name)),
+        facts={name: markdown_cell(value) for name, value in facts.items()},
         columns={spec.name: "up to " * spec.ragged + " x ".join(map(str, spec.shape)) for spec in manifest.columns},
         scaling_factor=manifest.scaling_factor,
         shift_factor=manifest.shift_factor,
@@ -143,3 +146,8 @@ def public_name(location: str) -> str:
     """A URI without secrets, or a hub id with its commit; only the name of a local folder, whose path is private."""
     is_path = "://" not in location and (location.startswith(("/", ".", "~")) or "@" not in location)
     return storage.name(location) if is_path else storage.shown(location)
+
+
+def markdown_cell(text: object) -> str:
+    """A text for a cell of a Markdown table."""
+    return MARKDOWN.sub(r"\\\g<0>", " ".join(printable(text).split()))

@@ -39,7 +39,7 @@ JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")  # of a segment with 
 START_OF_SCAN, END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
 PROFILE_MODES = {"GRAY": "L", "RGB": "RGB", "CMYK": "CMYK"}  # a profile's kind of colours -> Pillow's mode
 BROKEN_PROFILE = "broken colour profile"  # a note: what is wrong with an image that is used
-BEFORE_TURN = "its width and height columns are those before its EXIF orientation"
+WRONG_COLUMNS = "its width or height column is wrong, or that of before its EXIF orientation"
 Transpose = Image.Transpose
 SIDEWAYS = (Transpose.TRANSPOSE, Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90)
 UPRIGHT = (Transpose.FLIP_LEFT_RIGHT, Transpose.ROTATE_180, Transpose.FLIP_TOP_BOTTOM)
@@ -347,10 +347,8 @@ def make_pixels(
         size = upright_size(image)
         reached, reason = reached_shapes(size, shapes)
         if wanted and wanted not in reached:
-            is_turned = wanted in reached_shapes(image.size, shapes)[0]
             is_smaller = size[0] < wanted[0] or size[1] < wanted[1]
-            wrong = f"smaller than {wanted[0]} pixels" if is_smaller else "its width or height column is wrong"
-            raise BadImage(reason or (BEFORE_TURN if is_turned else wrong))
+            raise BadImage(reason or (f"smaller than {wanted[0]} pixels" if is_smaller else WRONG_COLUMNS))
         reached = [wanted] if wanted else reached
         # One decode for all shapes.
         crops = {shape: crop(size, shape[0] / shape[1]) for shape in reached}

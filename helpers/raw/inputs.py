@@ -33,8 +33,7 @@ from .. import storage
 from ..config import PreprocessingConfig
 from ..latents import schema
 from . import filters, readers
-from .images import BadImage
-from .readers import PATH, ROW_NUMBER, texts
+from .readers import PATH, ROW_NUMBER
 
 ID, CAPTION, IMAGE, ERROR, SOURCE, NOTE = "id", "caption", "image", "error", "source", "note"  # of a raw row
 CHOSEN = ("input_format", "image_column", "caption_column", "id_column")  # parameters that must be given, or detected
@@ -68,8 +67,6 @@ def input_paths(listing: dict[str, int], config: PreprocessingConfig) -> list[st
     uri, reader = config.data_uri, readers.reader_class(config.input_format)
     folder = base_folder(uri)
     names = reader.files(listing, folder)
-    if not names and is_named(uri):  # whatever their suffixes
-        names = [name for name in listing if not readers.is_image(name)]
     if not names:
         raise FileNotFoundError(
             f"input_uri={uri!r} holds no {reader.what} (it has {count_suffixes(listing)}): give other data, or another "
@@ -111,11 +108,6 @@ def is_hidden(name: str) -> bool:
     in_hidden = any(folder.startswith((".", "_")) for folder in folders)
     is_known = readers.is_image(file) or readers.is_text(file)
     return in_hidden or file.startswith(".") or (file.startswith("_") and not is_known)
-
-
-def is_named(input_uri: str) -> bool:
-    """Whether an input is a file or a pattern, and not a folder."""
-    return is_glob(input_uri) or storage.is_file(input_uri)
 
 
 def is_glob(input_uri: str) -> bool:
@@ -212,11 +204,6 @@ def rows_to_read(paths: list[str], config: PreprocessingConfig) -> Iterator[tupl
                 return
 
 
-def reached(paths: list[str], config: PreprocessingConfig) -> list[str]:
-    """The files that `config.limit` reaches, and that can be read; all of them without a limit."""
-    return paths if config.limit is None else [path for path, rows, _ in rows_to_read(paths, config) if rows]
-
-
 # ---- columns as the files have them
 
 
@@ -288,7 +275,7 @@ def read_rows(segment: Any, config: PreprocessingConfig) -> ray.data.Dataset:
     rows = rows.map_batches(read, batch_size=1, batch_format="pyarrow", **RETRIES)
     if segment.limit is not None:
         rows = rows.limit(segment.limit)
-    convert = functools.partial(convert_block, config=config, id_type=id_type_of(segment.paths, config))
+    convert = functools.partial(convert_block, config=config)
     # Whole blocks, because Ray Data does not fuse a map with another batch size into the read.
     return rows.map_batches(convert, batch_size=None, batch_format="pyarrow", **RETRIES)
 
@@ -324,16 +311,14 @@ def with_path(table: pa.Table, path: str, first_row: int = 0) -> pa.Table:
 # ---- raw rows
 
 
-def convert_block(
-    block: pa.Table, *, config: PreprocessingConfig, id_type: pa.DataType | None = None
-) -> Iterator[pa.Table]:
+def convert_block(block: pa.Table, *, config: PreprocessingConfig) -> Iterator[pa.Table]:
     """`to_raw_rows` of the rows of a block that `row_filter` keeps.
 
     Some rows at a time, because images given as paths may be too many to hold.
     """
     block = block.filter(pa.array(filters.kept_rows(block, config.row_filter)))
     for start in range(0, len(block), ROWS_PER_CONVERSION):
-        yield to_raw_rows(block.slice(start, ROWS_PER_CONVERSION), config, id_type)
+        yield to_raw_rows(block.slice(start, ROWS_PER_CONVERSION), config)
     release_memory()
 
 
@@ -344,19 +329,19 @@ def release_memory() -> None:
         C_LIBRARY.malloc_trim(0)
 
 
-def to_raw_rows(table: pa.Table, config: PreprocessingConfig, id_type: pa.DataType | None = None) -> pa.Table:
+def to_raw_rows(table: pa.Table, config: PreprocessingConfig) -> pa.Table:
     """Rows as a reader returns them -> raw rows. Images given as paths are fetched here.
 
     Columns:
-        id: int64 or text, as `id_type` says, or as the column's own type (`ids_of`)
-        caption: text, or why it cannot be used (`text_reason`); with several captions a row, caption_2 and so on too
+        id: text (`ids_of`)
+        caption: text, or why it cannot be used (`caption_reason`); with several captions a row, caption_2 and so on too
         image: encoded bytes, or null
         error: why an image could not be fetched, or null
         source: the file's path below the input's folder
         note: what was taken in place of something that the row lacks; empty for most
     """
     images, errors = image_bytes(table, config)
-    columns = {ID: ids_of(table, config, id_type), IMAGE: images, ERROR: errors}
+    columns = {ID: ids_of(table, config), IMAGE: images, ERROR: errors}
     columns[SOURCE] = source_names(table[PATH], config)
     columns[NOTE] = notes_of(table, config, columns[ID])
     for number, captions in enumerate(zip(*captions_of(table, config), strict=True), start=1):
@@ -367,12 +352,12 @@ def to_raw_rows(table: pa.Table, config: PreprocessingConfig, id_type: pa.DataTy
 def captions_of(table: pa.Table, config: PreprocessingConfig) -> list[list[str | None]]:
     """The captions of each row, `config.num_captions` for all: a row that has fewer repeats its own.
 
-    They are in the order of `caption_columns`, or of a column of lists, without those that `text_reason` names. A row
-    that has no other has those.
+    They are in the order of `caption_columns`, or of a column of lists, without those that `caption_reason` names. A
+    row that has no other has those.
     """
 
     def usable(captions: list[str | None]) -> list[str]:
-        return [caption for caption in captions if not text_reason(0, caption)]
+        return [caption for caption in captions if not caption_reason(caption)]
 
     def captions_in(name: str) -> Iterator[list[str | None]]:
         rows = zip(*(text_lists(table[part]) for part in name.split("|")), strict=True)
@@ -387,12 +372,11 @@ def notes_of(table: pa.Table, config: PreprocessingConfig, ids: pa.Array) -> pa.
     """What was taken in place of an id or of a caption that the row lacks, as text; empty for most rows."""
     notes = [[] for _ in ids]
     if config.id_column != ROW_NUMBER:
-        made = made_ids(table, config)
-        for note, is_made in zip(notes, pc.equal(ids.cast(pa.string()), made).to_pylist(), strict=True):
+        for note, is_made in zip(notes, pc.equal(ids, made_ids(table, config)).to_pylist(), strict=True):
             note.extend([f"no {config.id_column!r}: an id was made"] * bool(is_made))
     for first, *others in (name.split("|") for name in config.caption_columns):
         for note, captions in zip(notes, text_lists(table[first]) if others else [], strict=False):
-            if all(text_reason(0, caption) for caption in captions):
+            if all(map(caption_reason, captions)):
                 note.append(f"no usable {first!r}: another caption was taken")
     return pa.array(map("; ".join, notes), pa.string())
 
@@ -400,26 +384,15 @@ def notes_of(table: pa.Table, config: PreprocessingConfig, ids: pa.Array) -> pa.
 def image_bytes(table: pa.Table, config: PreprocessingConfig) -> tuple[pa.ChunkedArray | pa.Array, pa.Array]:
     """`(bytes, errors)` of the image column, which holds bytes, Hugging Face's {"bytes", "path"} structs, or paths.
 
-    If a struct has no bytes, its path is read. Paths are relative to the input's folder or, in image folders, to the
-    folder of the row's table.
+    If a struct has no bytes, its path is read (`readers.FETCH_IMAGES`).
     """
     column, names = image_fields(table[config.image_column])
-    if not is_text(names.type) or not (is_text(column.type) or column.null_count):
-        data = column.cast(pa.large_binary())
-        is_sample = config.input_format == "webdataset" and config.image_column == readers.ONLY_IMAGE
-        error = pa.scalar("not exactly one image in the sample" if is_sample else None, pa.string())
-        return data, pc.if_else(data.is_null(), error, pa.scalar(None, pa.string()))
-    base, is_beside = base_folder(config.data_uri), config.input_format == "imagefolder"
-    folders = [path.rpartition("/")[0] if is_beside else base for path in table[PATH].to_pylist()]
-    found = [None] * len(table) if is_text(column.type) else column.cast(pa.large_binary()).to_pylist()
-    missing = [row for row, data in enumerate(found) if data is None]
-    wanted = [texts(names.take(missing)), [folders[row] for row in missing]]
-    fetched = readers.in_parallel(base, functools.partial(fetch_image, base=base), *wanted)
-    for row, data in zip(missing, fetched, strict=True):
-        found[row] = data
-    images = [None if isinstance(data, BadImage) else data for data in found]
-    errors = [str(data) if isinstance(data, BadImage) else None for data in found]
-    return pa.array(images, pa.large_binary()), pa.array(errors, pa.string())
+    if is_text(names.type) and (is_text(column.type) or column.null_count):
+        return readers.load(readers.FETCH_IMAGES)(column, names, table[PATH].to_pylist(), config)
+    data = column.cast(pa.large_binary())
+    is_sample = config.input_format == "webdataset" and config.image_column == readers.ONLY_IMAGE
+    error = pa.scalar("not exactly one image in the sample" if is_sample else None, pa.string())
+    return data, pc.if_else(data.is_null(), error, pa.scalar(None, pa.string()))
 
 
 def image_fields(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
@@ -430,53 +403,14 @@ def image_fields(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, pa.ChunkedAr
     return pc.struct_field(column, names[0]), pc.struct_field(column, names[-1])
 
 
-def fetch_image(name: str | None, folder: str, base: str) -> bytes | BadImage:
-    """The bytes of the image at a path, or a `BadImage` that says why there are none.
-
-    Args:
-        name: relative to `folder`, or absolute; None for a row without one.
-        base: the folder that paths may not leave.
-    """
-    if not name:
-        return BadImage("no image path")
-    filesystem, root = storage.open_filesystem(base)
-    is_local = isinstance(filesystem, fs.LocalFileSystem)
-    scheme, is_uri, inner = name.rpartition("://")
-    prefix = f"{storage.open_filesystem(folder)[1]}/" if not is_uri and not inner.startswith("/") else ""
-    # Unicode has two forms of "é", and macOS stores the longer one.
-    forms = [inner] + [unicodedata.normalize(form, inner) for form in ("NFC", "NFD")] * (not inner.isascii())
-    paths = [posixpath.normpath(prefix + form) for form in forms]
-    inner = next(filter(os.path.exists, paths), paths[0]) if is_local else paths[0]
-    is_elsewhere = is_uri and scheme != base.rpartition("://")[0]
-    if is_elsewhere or not inner.startswith(root.rstrip("/") + "/"):
-        return BadImage("image path outside of the input")
-    try:
-        found, most = filesystem.get_file_info(inner) if is_local else None, readers.MAX_BYTES
-        if found and found.type == fs.FileType.Unknown:
-            return BadImage("not a regular file")  # to open a FIFO would wait for ever
-        if found and found.is_file:
-            most = min(found.size, most)  # memory is taken for all that may come
-        with filesystem.open_input_stream(inner) as stream:
-            data = stream.read(most + 1)
-        return data if len(data) <= readers.MAX_BYTES else BadImage("too many bytes")
-    except FileNotFoundError:
-        return BadImage("image file not found")
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and not is_local:
-            raise  # the store did not answer: the job stops, and a rerun reads it again
-        return BadImage("image file not readable")  # a folder, no permission, no name of a file
-
-
 def source_names(paths: pa.ChunkedArray, config: PreprocessingConfig) -> pa.Array:
     """The path of each row's file, relative to the input's folder."""
     short = {path: name_of(path, config) for path in paths.unique().to_pylist()}
     return pa.array([short[path] for path in paths.to_pylist()], pa.string())
 
 
-def text_reason(row_id: int | str | None, caption: str | None) -> str:
-    """Why a row without an id or a usable caption cannot be used; empty if it has both."""
-    if row_id is None or row_id == "":
-        return "no id"
+def caption_reason(caption: str | None) -> str:
+    """Why a caption cannot be used; empty if it can."""
     if caption is None:
         return "no caption"
     if caption == readers.NOT_UTF8:
@@ -502,17 +436,12 @@ def text_lists(column: pa.ChunkedArray | pa.Array) -> list[list[str | None]]:
     return [[readers.as_caption(value) for value in row] for row in rows]
 
 
-def ids_of(table: pa.Table, config: PreprocessingConfig, id_type: pa.DataType | None = None) -> pa.Array:
-    """Ids by their column. A row without one has "{file}:{row number}", and "{file}" if it has no number.
-
-    `id_type`: None for text if a row has no id, else the column's own. Integers cannot be made: null.
-    """
+def ids_of(table: pa.Table, config: PreprocessingConfig) -> pa.Array:
+    """Ids by their column, as text. A row without one has "{file}:{row number}", and "{file}" if it has no number."""
     made = made_ids(table, config)
     if config.id_column == ROW_NUMBER:
         return made
     column = table[config.id_column]
-    if pa.types.is_integer(id_type or common_id_type([column.type])):
-        return column.cast(pa.int64())
     if is_text(column.type) or is_bytes(column.type):
         values = (value.as_py() for value in column.cast(pa.large_binary()))  # one by one: each may be large
         ids = pa.array([id_text(value, is_text(column.type)) for value in values], pa.string())
@@ -533,35 +462,6 @@ def id_text(value: bytes | None, is_text: bool) -> str | None:
         return None
     text = readers.as_text(value)
     return text if text is not None and (is_text or text.isprintable()) else value.hex()
-
-
-def id_type_of(paths: list[str], config: PreprocessingConfig) -> pa.DataType:
-    """The type in which the ids of all files can be stored (`common_id_type`): text if some may have to be made."""
-    if config.id_column == ROW_NUMBER or not reader(config).typed:
-        return pa.string()
-    columns = schemas(paths, config).values()
-    fields = [one.field(config.id_column) for one in columns if config.id_column in one.names]
-    may_lack = len(fields) < len(columns) or any(field.nullable for field in fields)
-    return pa.string() if may_lack else common_id_type(field.type for field in fields)
-
-
-def common_id_type(kinds: Iterable[pa.DataType]) -> pa.DataType:
-    """int64 if all types are integers, else text. uint64 does not fit: text too."""
-    return pa.int64() if all(pa.types.is_integer(kind) and kind != pa.uint64() for kind in kinds) else pa.string()
-
-
-def schemas(paths: list[str], config: PreprocessingConfig) -> dict[str, pa.Schema]:
-    """{path: columns}: of all files that can be read, the first with each set of columns.
-
-    Raises Unreadable if none can be read.
-    """
-    read = reader(config).schema
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        found = dict(zip(paths, pool.map(functools.partial(unless_damaged, read), paths), strict=True))
-    different = {str(columns): path for path, columns in reversed(found.items()) if columns is not None}
-    if not different:
-        read(paths[0])  # raises
-    return {path: columns for path, columns in found.items() if path in different.values()}
 
 
 def is_list(kind: pa.DataType) -> bool:

@@ -37,6 +37,7 @@ READERS = {
     "imagefolder": "production.readers.folder:ImageFolder",
     "arrow": "production.readers.arrow:Arrow",
 }
+FETCH_IMAGES = "production.readers.folder:fetch_images"  # for a column that holds paths
 GROUP, ROW, START, STOP = "__group__", "__row__", "__start__", "__stop__"  # where a row is in its file
 PATH, ROW_NUMBER = "path", "__row_number__"  # added columns: the file of each row, and the row's number in it
 KEY, ONLY_IMAGE = "__key__", "image"  # of a WebDataset sample: its name in the tar; its image, if it has only one
@@ -65,9 +66,14 @@ class Unreadable(ValueError):
     """A whole file cannot be read; other files may be."""
 
 
-def reader_class(input_format: str) -> type[Reader]:
-    module, _, name = READERS[input_format].partition(":")
+def load(name: str) -> Any:
+    """What "module:name" of this package stands for, imported on its first use."""
+    module, _, name = name.partition(":")
     return getattr(importlib.import_module(f"..{module}", __package__), name)
+
+
+def reader_class(input_format: str) -> type[Reader]:
+    return load(READERS[input_format])
 
 
 class Reader:
@@ -158,8 +164,7 @@ class Parquet(Reader):
     def schema(self, path: str) -> pa.Schema:
         """Raises ValueError as `plain_schema`."""
         with self.open(path) as file:
-            columns = plain_schema(file.schema_arrow, path, list(self.types))
-            return pa.schema([field.with_nullable(may_be_null(field, file.metadata)) for field in columns])
+            return plain_schema(file.schema_arrow, path, list(self.types))
 
     def row_groups(self, path: str) -> list[int]:
         with self.open(path) as file:
@@ -211,24 +216,12 @@ def batches(file: PlainParquetFile, group: int, columns: Sequence[str]) -> Itera
             pa.default_memory_pool().release_unused()
 
 
-def chunks(group: pq.RowGroupMetaData, names: Sequence[str]) -> list[pq.ColumnChunkMetaData]:
-    """What a row group stores of some columns."""
-    found = map(group.column, range(group.num_columns))
-    return [one for one in found if one.path_in_schema in names or one.path_in_schema.partition(".")[0] in names]
-
-
-def may_be_null(field: pa.Field, footer: pq.FileMetaData) -> bool:
-    """Whether a column of integers may have nulls, as far as a file's statistics tell."""
-    groups = map(footer.row_group, range(footer.num_row_groups if pa.types.is_integer(field.type) else 0))
-    found = (one.statistics for group in groups for one in chunks(group, [field.name]))
-    return any(not one or not one.has_null_count or one.null_count for one in found)
-
-
 def check_chunks(group: pq.RowGroupMetaData, columns: Sequence[str]) -> None:
     """Raises ArrowInvalid if a column of a row group unpacks to far more bytes than its rows may need."""
-    for one in chunks(group, columns):
+    for one in map(group.column, range(group.num_columns)):
+        is_read = not {one.path_in_schema, one.path_in_schema.partition(".")[0]}.isdisjoint(columns)
         most = max(MAX_CHUNK_BYTES, MAX_RATIO * (one.total_compressed_size + group.num_rows))
-        if one.total_uncompressed_size > most:
+        if is_read and one.total_uncompressed_size > most:
             raise pa.ArrowInvalid(f"{one.path_in_schema!r} unpacks to {one.total_uncompressed_size:,} bytes")
 
 

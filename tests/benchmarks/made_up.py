@@ -29,7 +29,7 @@ def write_latents(uri, num_rows, shapes, rows_per_file, small_share=0.0, validat
         empty = {"encoder_call": pa.nulls(count), "transform_seconds": pa.nulls(count)}
         return pa.table({**columns, **dict.fromkeys([schema.REASON, "note"], pa.array([""] * count)), **empty})
 
-    return write_job(uri, num_rows, map(rows, range(0, num_rows, rows_per_file)), specs, "int64", validation_share, job)
+    return write_job(uri, num_rows, map(rows, range(0, num_rows, rows_per_file)), specs, validation_share, job)
 
 
 def train_in(step_seconds, config, **options):

@@ -240,7 +240,7 @@ def test_a_killed_driver_of_a_job_is_followed_up(cluster, tmp_path, monkeypatch)
     job = prepare_job(config, rows_per_segment=40)
     assert list(job.committed()) == [0] and [segment.index for segment in job.pending()] == [1]
     manifest = job.run(build_pipeline(job))
-    wanted = [row["hash"] for row in passed[2:-2]]
+    wanted = [str(row["hash"]) for row in passed[2:-2]]
     files = {path: os.stat(path).st_mtime_ns for path in storage.list_files(data)}
     assert first.items() < files.items()
     assert sorted(sum((pq.read_table(path)["id"].to_pylist() for path in files), [])) == sorted(wanted)

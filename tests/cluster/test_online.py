@@ -273,7 +273,7 @@ def test_bad_pictures_are_masked_and_listed(raw, straight):
     bad = display.read_run_rejects(straight[0].run_uri)
     assert len(bad) and bad["id"].is_unique and "broken image" in set(bad["reason"])
     assert "no caption" in schema_of(straight[0]).rejected  # its columns tell: it is in no batch
-    assert set(bad["id"]) <= set(table["hash"].to_pylist())
+    assert set(bad["id"]) <= set(map(str, table["hash"].to_pylist()))
     masked = np.diff(np.concatenate([[0], straight[1]["samples_seen"]]))
     assert (masked <= 32).all() and (masked < 32).any()
 
@@ -294,7 +294,7 @@ def test_a_picture_that_kills_its_process_is_masked_and_listed(cluster, tmp_path
     fit(run, stream=online_stream(config, transform=with_killing_pictures(online.transform_for_epoch)))
     bad, found = display.read_run_rejects(run.run_uri), metrics.read_metrics(run.run_uri)
     reasons = {20: KILLED, 30: "excluded", 40: "excluded"}
-    assert dict(zip(bad["id"], bad["reason"], strict=True)) == {rows[row]["hash"]: reasons[row] for row in reasons}
+    assert dict(zip(bad["id"], bad["reason"], strict=True)) == {str(rows[row]["hash"]): reasons[row] for row in reasons}
     assert attempts_of(run) == [1] and found["step"].tolist() == list(range(1, 9))
     assert found["samples_seen"].tolist()[3::4] == [61, 122]
 
@@ -323,7 +323,7 @@ def test_a_limit_and_a_filter_hold_online_without_shifting_rows(raw, tmp_path):
     plan = plan_for(config)
     rows = pa.concat_tables(online.read_raw(ranges, source, config=limited) for source, ranges in plan.chunk_rows(0)[0])
     table = pq.read_table(raw.raw_uri)[:150]
-    wanted = {row["hash"] for row in table.to_pylist() if row["width"] > 64 and row["caption"]}
+    wanted = {str(row["hash"]) for row in table.to_pylist() if row["width"] > 64 and row["caption"]}
     held_out = {row_id for row_id in wanted if schema.held_out_mask([row_id], config.validation_share)[0]}
     assert set(rows["id"].to_pylist()) <= wanted - held_out and 0 < len(wanted) < 150
     assert plan.num_rows == len(wanted - held_out) and manifest.buckets["held out 32"] == len(held_out)

@@ -36,7 +36,7 @@ def test_every_input_row_is_written_or_rejected_with_a_reason(finished):
     config, manifest = finished
     folders = config.raw_uri, f"{config.latents_uri}/data", f"{config.latents_uri}/rejects"
     raw, written, rejected = map(pq.read_table, folders)
-    assert sorted(written["id"].to_pylist() + rejected["id"].to_pylist()) == sorted(raw["hash"].to_pylist())
+    assert sorted(written["id"].to_pylist() + rejected["id"].to_pylist()) == sorted(map(str, raw["hash"].to_pylist()))
     assert manifest.read == ROWS == manifest.written + sum(manifest.rejected.values())
     assert manifest.written == written.num_rows
     assert manifest.rejected == collections.Counter(rejected["reason"].to_pylist())
@@ -69,7 +69,7 @@ def test_the_manifest_says_what_a_job_took(finished):
 def test_stored_latents_are_what_the_encoder_gives(finished):
     config, manifest = finished
     table = pq.read_table(f"{config.latents_uri}/data")
-    by_id = {row["hash"]: (row["jpg"], row["caption"]) for row in pq.read_table(config.raw_uri).to_pylist()}
+    by_id = {str(row["hash"]): (row["jpg"], row["caption"]) for row in pq.read_table(config.raw_uri).to_pylist()}
     latent_encoder = encoder.LatentEncoder(config.encoder_model)
     for row in range(0, table.num_rows, 97):
         data, caption = by_id[table["id"][row].as_py()]

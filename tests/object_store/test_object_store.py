@@ -233,7 +233,7 @@ def test_a_server_that_fails_now_and_then_loses_no_row(finished):
     config, manifest = finished
     folders = config.raw_uri, f"{config.latents_uri}/data", f"{config.latents_uri}/rejects"
     raw, written, rejected = map(read, folders)
-    assert sorted(written["id"].to_pylist() + rejected["id"].to_pylist()) == sorted(raw["hash"].to_pylist())
+    assert sorted(written["id"].to_pylist() + rejected["id"].to_pylist()) == sorted(map(str, raw["hash"].to_pylist()))
     assert manifest == read_manifest(config.latents_uri) and manifest.read == ROWS
     assert sorted(read_files(config.latents_uri).names.to_pylist()) == sorted(
         storage.name(path) for path in storage.list_files(f"{config.latents_uri}/data")

@@ -1,7 +1,6 @@
 import json
 import os
 import pathlib
-import urllib.parse
 
 import hypothesis
 import pytest
@@ -29,16 +28,15 @@ def test_uris_stay_as_they_are(uri):
     assert storage.name(uri + "/") == "folder"
 
 
-@pytest.mark.parametrize("name", ["plain", "a b", "ü", "a#b", "a?b", "100%", "a%20b"])
-@pytest.mark.parametrize("quoted", [False, True])
-def test_a_file_uri_is_a_local_path_written_plainly_or_with_percent_signs(tmp_path, name, quoted):
-    (tmp_path / name).mkdir()
-    uri = f"file://{tmp_path}/{urllib.parse.quote(name) if quoted else name}/"
-    assert storage.resolve(uri) == str(tmp_path / name) and storage.is_local(uri)
-    storage.write_text(storage.join(uri, "new file"), "x")
-    assert names(tmp_path) == [f"{name}/new file"]
-    with pytest.raises(ValueError, match="write file:///folder"):
-        storage.resolve(f"file://{name}")
+@pytest.mark.parametrize("uri", ["s3://", "gs:///folder", "gss://bucket/folder", "file:///folder"])
+def test_a_uri_of_no_known_store_is_one_sentence(uri):
+    with pytest.raises(ValueError, match="cannot be opened: give a folder, or a URI such as"):
+        storage.exists(uri)
+
+
+@pytest.mark.parametrize("uri", ["gs://bucket/a b#c%20ü:?", "abfs://bucket@account.dfs.core.windows.net/a b#c%20ü:?"])
+def test_any_key_of_googles_and_azures_stores_is_the_path_that_pyarrow_gets(uri):
+    assert storage.open_filesystem(uri)[1] == "bucket/a b#c%20ü:?"
 
 
 @pytest.mark.parametrize(

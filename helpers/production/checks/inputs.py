@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
@@ -45,13 +47,32 @@ def column_problems(paths: list[str], config: PreprocessingConfig) -> Iterator[s
     """Those of `COLUMNS`, of all files; of formats without types, of the first files together."""
     reader = inputs.reader(config)
     if reader.typed:
-        found = inputs.schemas(inputs.reached(paths, config), config)
+        found = schemas(paths if config.limit is None else reached(paths, config), config)
     else:
         found = dict([joined_schema(paths, reader, inputs.used_columns(config))])
     yield from missing_columns(found, config)
     for path, columns in found.items():
         for check in COLUMNS:
             yield from check(columns, path, config)
+
+
+def reached(paths: list[str], config: PreprocessingConfig) -> list[str]:
+    """The files that `config.limit` reaches, and that can be read."""
+    return [path for path, rows, _ in inputs.rows_to_read(paths, config) if rows]
+
+
+def schemas(paths: list[str], config: PreprocessingConfig) -> dict[str, pa.Schema]:
+    """{path: columns}: of all files that can be read, the first with each set of columns.
+
+    Raises Unreadable if none can be read.
+    """
+    read = inputs.reader(config).schema
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        found = dict(zip(paths, pool.map(functools.partial(inputs.unless_damaged, read), paths), strict=True))
+    different = {str(columns): path for path, columns in reversed(found.items()) if columns is not None}
+    if not different:
+        read(paths[0])  # raises
+    return {path: columns for path, columns in found.items() if path in different.values()}
 
 
 def joined_schema(paths: list[str], reader: readers.Reader, wanted: Iterable[str]) -> tuple[str, pa.Schema]:

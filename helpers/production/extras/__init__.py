@@ -14,18 +14,18 @@ from typing import Any
 import pydantic
 import ray.train
 
-from ...config import TrainingConfig, read_as_typed
+from ...config import TrainingConfig
 from ...train.extra import Extra
 from .failures import RecordFailures
 
 # All extras of the three notebooks: a profile serves all, and names those that its notebook does not list too.
 NAMES = ("watchdog", "preemption", "sick_devices", "meter", "evaluate", "trackers", "exclusions", "repa")
 
-# A class of settings whose values are checked when it is built: True is no 1, and "1e-3" no number.
+# A class of settings whose values are checked when it is built.
 validated = functools.partial(
     pydantic.dataclasses.dataclass,
     frozen=True,
-    config=pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True),
+    config=pydantic.ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True),
 )
 
 
@@ -58,15 +58,11 @@ def change(name: str, extra: Any, arguments: dict[str, Any] | None) -> Any:
         if argument not in known:
             raise ValueError(f"extras: {name} has no {argument!r}: choose from {', '.join(known) or 'none'}.")
         try:
-            extra = read_as_typed(value, functools.partial(with_argument, extra, argument))
+            extra = dataclasses.replace(extra, **{argument: value})
         except pydantic.ValidationError as error:
             why = error.errors()[0]["msg"]
             raise ValueError(f"extras: {name} with {argument}={value!r} cannot be used ({why}): change it.") from None
     return extra
-
-
-def with_argument(extra: Any, argument: str, value: Any) -> Any:
-    return dataclasses.replace(extra, **{argument: value})
 
 
 def trainer_options(

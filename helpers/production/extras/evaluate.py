@@ -21,7 +21,7 @@ import ray.train.collective
 from ray.autoscaler.v2.sdk import get_cluster_status
 
 from ... import cluster, storage
-from ...config import Location, Model, TrainingConfig
+from ...config import Location, Model, Real, TrainingConfig
 from ...train import run_folder
 from ...train.extra import Extra, Hook
 from . import results, validated
@@ -52,7 +52,7 @@ class Evaluate(Extra):
 
     every: pydantic.PositiveInt = 500
     prompts: list[str] | str | None = None
-    guidance_scale: Annotated[float, pydantic.Field(ge=1)] = 2.0
+    guidance_scale: Annotated[Real, pydantic.Field(ge=1)] = 2.0
     sampling_steps: pydantic.PositiveInt = 20
     sampler: Literal["auto", "ddim", "dpm++", "euler", "unipc"] = "auto"
     clip_model: Model | None = "tiny-clip"

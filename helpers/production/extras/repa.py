@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from ...config import Count, Name, Positive, TrainingConfig
+from ...config import Count, Name, Positive, TrainingConfig, Whole
 from ...latents import schema
 from ...latents.manifest import DataSets, Manifest
 from ...model import denoisers
@@ -21,7 +21,7 @@ from ...train.step import AuxiliaryLoss
 from .. import features
 from . import change, validated
 
-EndStep = Annotated[int, Field(ge=1)]
+EndStep = Annotated[Whole, Field(ge=1)]
 
 
 @validated

@@ -62,11 +62,8 @@ class Arrow(Reader):
 
     def schema(self, path: str) -> pa.Schema:
         """Raises ValueError as `plain_schema`."""
-        with self.open(path) as (stored, batches):
-            columns = plain_schema(stored, path, list(self.types))
-            used = [field.name for field in columns if field.name in self.types and pa.types.is_integer(field.type)]
-            nulls = {name for batch in (batches if used else ()) for name in used if batch[name].null_count}
-            return pa.schema([field.with_nullable(field.name in nulls) for field in columns])
+        with self.open(path) as (stored, _):
+            return plain_schema(stored, path, list(self.types))
 
     def row_groups(self, path: str) -> list[int]:
         """Rows of each record batch."""

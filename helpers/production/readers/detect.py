@@ -169,8 +169,6 @@ def choose_format(listing: dict[str, int], kinds: dict[str, str], input_uri: str
     if TAR in kinds.values():
         return "webdataset", "the format that is there"
     has, num_images = inputs.count_suffixes(listing), sum(kind == IMAGE for kind in kinds.values())
-    if inputs.is_named(input_uri) and listing and not num_images:
-        return "parquet", "as the names do not tell"
     if num_images:
         raise FileNotFoundError(
             f"input_uri={input_uri!r} holds {num_images:,} images without captions (it has {has}): give a "
@@ -323,7 +321,7 @@ def num_filled(column: pa.ChunkedArray) -> int:
     """The rows that have a usable caption."""
     if not (is_text_or_bytes(column.type) or inputs.is_list(column.type)):
         return 0
-    return sum(any(not inputs.text_reason(0, one) for one in captions) for captions in inputs.text_lists(column))
+    return sum(any(not inputs.caption_reason(one) for one in captions) for captions in inputs.text_lists(column))
 
 
 def choose_id(columns: pa.Schema, tables: list[pa.Table]) -> tuple[str, str]:

@@ -8,15 +8,20 @@ import csv
 import functools
 import io
 import itertools
+import os
 import posixpath
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pyarrow as pa
+from pyarrow import fs
 
 from ... import storage
+from ...config import PreprocessingConfig
 from ...latents import schema
+from ...raw import inputs
+from ...raw.images import BadImage
 from ...raw.readers import (
     GROUP_ROWS,
     MAX_BYTES,
@@ -31,6 +36,7 @@ from ...raw.readers import (
     is_image,
     is_text,
     parse_json,
+    texts,
     within_seconds,
 )
 
@@ -45,7 +51,7 @@ class ImageFolder(Reader):
     A table has a column `file_name`, relative to its folder, and one of captions. Empty fields of a CSV are empty text.
     Side-cars are files with an image's name and another suffix: its caption (`a.txt`, `a.caption`; the column "text"),
     and a JSON file whose keys are columns. Images of one folder are read as "{folder}/{first image}#{how many}". Their
-    bytes are not read here: `inputs.fetch_image` fetches them.
+    bytes are not read here: `fetch_images` fetches them.
     """
 
     what = "metadata.csv, metadata.jsonl, or images with a text of the same name"
@@ -220,3 +226,67 @@ def files_read(names: Iterable[str], folder: str) -> set[str]:
     below = [name for name in names if is_image(name) and is_below(posixpath.dirname(name))]
     samples = samples_by_folder(names, tables).items()
     return {*tables, *below, *(posixpath.join(folder, file) for folder, of in samples for some in of for file in some)}
+
+
+# ---- images behind paths
+
+
+def fetch_images(
+    column: pa.ChunkedArray, names: pa.ChunkedArray, files: list[str], config: PreprocessingConfig
+) -> tuple[pa.Array, pa.Array]:
+    """`(bytes, errors)` of images given by paths, of any format: see `raw.inputs.image_bytes`.
+
+    Paths are relative to the input's folder or, in image folders, to the folder of the row's table.
+
+    Args:
+        column: the images' bytes, some of which are null; or their paths.
+        names: the images' paths.
+        files: the file of each row.
+    """
+    base, is_beside = inputs.base_folder(config.data_uri), config.input_format == "imagefolder"
+    found = [None] * len(files) if inputs.is_text(column.type) else column.cast(pa.large_binary()).to_pylist()
+    missing = [row for row, data in enumerate(found) if data is None]
+    folders = [files[row].rpartition("/")[0] if is_beside else base for row in missing]
+    fetched = in_parallel(base, functools.partial(fetch_image, base=base), texts(names.take(missing)), folders)
+    for row, data in zip(missing, fetched, strict=True):
+        found[row] = data
+    images = [None if isinstance(data, BadImage) else data for data in found]
+    errors = [str(data) if isinstance(data, BadImage) else None for data in found]
+    return pa.array(images, pa.large_binary()), pa.array(errors, pa.string())
+
+
+def fetch_image(name: str | None, folder: str, base: str) -> bytes | BadImage:
+    """The bytes of the image at a path, or a `BadImage` that says why there are none.
+
+    Args:
+        name: relative to `folder`, or absolute; None for a row without one.
+        base: the folder that paths may not leave.
+    """
+    if not name:
+        return BadImage("no image path")
+    filesystem, root = storage.open_filesystem(base)
+    is_local = isinstance(filesystem, fs.LocalFileSystem)
+    scheme, is_uri, inner = name.rpartition("://")
+    prefix = f"{storage.open_filesystem(folder)[1]}/" if not is_uri and not inner.startswith("/") else ""
+    # Unicode has two forms of "é", and macOS stores the longer one.
+    forms = [inner] + [unicodedata.normalize(form, inner) for form in ("NFC", "NFD")] * (not inner.isascii())
+    paths = [posixpath.normpath(prefix + form) for form in forms]
+    inner = next(filter(os.path.exists, paths), paths[0]) if is_local else paths[0]
+    is_elsewhere = is_uri and scheme != base.rpartition("://")[0]
+    if is_elsewhere or not inner.startswith(root.rstrip("/") + "/"):
+        return BadImage("image path outside of the input")
+    try:
+        found, most = filesystem.get_file_info(inner) if is_local else None, MAX_BYTES
+        if found and found.type == fs.FileType.Unknown:
+            return BadImage("not a regular file")  # to open a FIFO would wait for ever
+        if found and found.is_file:
+            most = min(found.size, most)  # memory is taken for all that may come
+        with filesystem.open_input_stream(inner) as stream:
+            data = stream.read(most + 1)
+        return data if len(data) <= MAX_BYTES else BadImage("too many bytes")
+    except FileNotFoundError:
+        return BadImage("image file not found")
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and not is_local:
+            raise  # the store did not answer: the job stops, and a rerun reads it again
+        return BadImage("image file not readable")  # a folder, no permission, no name of a file

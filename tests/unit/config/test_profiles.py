@@ -10,12 +10,11 @@ import types
 import pytest
 import yaml
 
-from helpers import config as parameters
 from helpers import notebook as helpers_notebook
 from helpers import storage
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import prepare
-from helpers.lesson import full_run
+from helpers.lesson import full_run, sections
 from helpers.model import denoisers
 from helpers.online.config import OnlineConfig
 from tests.pipelines import ONLINE, PREPROCESSING, TRAINING, defaults, profile_with_commits
@@ -68,21 +67,20 @@ def test_the_page_of_parameters_lists_each_and_no_other():
 def test_an_unknown_parameter_is_refused_by_the_first_cell(name, hint):
     cells = ["", "storage = 'storage'  # the parameters cell", f"# Parameters\nrun_name = 'a'\n{name} = 3\n"]
     with pytest.raises(ValueError, match=rf"^{name} is not a parameter.*{hint}"):
-        PreprocessingConfig.from_parameters({"In": cells})
+        sections.check_names(cells)
 
 
 def test_a_misspelt_name_in_a_parameters_cell_is_refused_until_the_cell_is_mended():
     cells = ["storage = 'here'\nrun_name = 'a'", "# Skip these\n\nwarmup_step = 10\nseed = 0", "run_name = 'b'"]
     with pytest.raises(ValueError, match="^warmup_step is not a parameter .did you mean warmup_steps"):
-        TrainingConfig.from_parameters({"In": cells})
-    mended = [*cells, "# Skip these\n\nwarmup_steps = 10\nseed = 0"]
-    assert TrainingConfig.from_parameters({"In": mended, "run_name": "a"}).run_name == "a"
+        sections.check_names(cells)
+    sections.check_names([*cells, "# Skip these\n\nwarmup_steps = 10\nseed = 0"])
 
 
 @pytest.mark.parametrize("notebook", [*CONFIGS, *LESSONS])
 def test_the_cell_that_checks_names_passes_again_after_all_others(notebook):
     """None of them looks like a parameters cell with a wrong name."""
-    parameters.check_names([source for source, _ in code(notebook)])
+    sections.check_names([source for source, _ in code(notebook)])
 
 
 # ---- profiles

@@ -40,7 +40,7 @@ WRONG = {
 def job_of(folder, parameters=None, **changes):
     return Job(
         PreprocessingConfig(latents_uri=str(folder), **changes),
-        {"resolutions": [32], "validation_share": 0.0, "id_type": "int64", **(parameters or {})},
+        {"resolutions": [32], "validation_share": 0.0, **(parameters or {})},
         {
             "encoder": {"model": "tiny-sd", "text_encoder_model": "tiny-sd"},
             "columns": [],

@@ -48,7 +48,7 @@ def encode(config):
     config = job.config
     rows = inputs.to_raw_rows(detect.first_rows(config, NUM_ROWS), config)
     encoded = encoder.LatentEncoder(**prepare.encoder_arguments(config))(stages.transform(rows, config=config))
-    fields = {"id_type": "string", "job": job.parameters, **job.description}
+    fields = {"job": job.parameters, **job.description}
     manifest = write_job(config.latents_uri, len(rows), [encoded], **fields)
     return manifest, pq.read_table(f"{config.latents_uri}/data"), config
 

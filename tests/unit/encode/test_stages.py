@@ -35,7 +35,6 @@ stages.write_latents(
     latents_uri=tempfile.mkdtemp(),
     segment_index=0,
     columns=[schema.ColumnSpec("image_latents_32", (2, 4, 4, 4))],
-    id_type=pa.int64(),
 )
 print({"torch", "diffusers"} & sys.modules.keys())
 """

@@ -40,7 +40,7 @@ def latents(tmp_path):
         SPECS[1].name: SPECS[1].encode(embeddings, num_tokens_B=random.integers(1, 6, ROWS)),
         schema.REASON: [""] * ROWS,
         schema.SOURCE: ["a"] * ROWS,
-        "note": ["broken colour profile"] * 2 + [""] * (ROWS - 2),
+        "note": ["no 'key': an id was made"] * 2 + [""] * (ROWS - 2),
         "encoder_call": pa.nulls(ROWS, pa.struct([])),
         "transform_seconds": pa.nulls(ROWS, pa.float64()),
     }
@@ -115,8 +115,8 @@ def test_a_run_does_not_start_on_a_file_that_is_missing_or_cut_short(latents, tm
     assert not pathlib.Path(config.run_uri).exists()
 
 
-def test_pictures_with_a_broken_profile_are_counted_among_those_that_are_used(latents):
+def test_rows_of_which_something_was_made_are_counted_among_those_that_are_used(latents):
     manifest = read_manifest(str(latents))
-    assert (manifest.written, manifest.noted) == (ROWS, {"broken colour profile": 2})
+    assert (manifest.written, manifest.noted) == (ROWS, {"no 'key': an id was made": 2})
     shown = display.summary(manifest).set_index("reason")["number"]
-    assert shown["broken colour profile"] == 2
+    assert shown["no 'key': an id was made"] == 2

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from matplotlib.mathtext import MathTextParser
 
-from helpers import storage, texts
+from helpers import notebook, storage
 from helpers.config import TrainingConfig
 from helpers.lesson import display, figures, side_by_side, trials
 from helpers.production.card import model_card
@@ -89,15 +89,15 @@ def test_a_figure_draws_any_text_as_it_stands(name, text, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         data, _ = FIGURES[name](text)._repr_mimebundle_()
-    assert data["image/png"] and data["text/plain"] == texts.printable(data["text/plain"])
+    assert data["image/png"] and data["text/plain"] == notebook.printable(data["text/plain"])
 
 
 @given(text=TEXTS)
 def test_a_printed_text_moves_no_cursor_and_is_utf8(text):
-    found = texts.printable(text)
+    found = notebook.printable(text)
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", found) and found.encode() is not None
     (shown,) = display.as_text(pd.DataFrame({"a": [whole(text)]}))["a"]
-    assert shown == texts.printable(whole(text))
+    assert shown == notebook.printable(whole(text))
 
 
 @few
@@ -108,7 +108,7 @@ def test_the_card_shows_any_text_in_its_cell(text):
     body = model_card(TrainingConfig(resolution=32), data, 7).text
     rendered = mistune.create_markdown(plugins=["table", "strikethrough"])(body[body.index("| | |") :])
     cells = dict(re.findall("<td>(.*?)</td>\\s*<td>(.*?)</td>", rendered))
-    shown = " ".join(texts.printable(f"1,234 rows of {storage.shown(f's3://bucket/{text}')}").split())
+    shown = " ".join(notebook.printable(f"1,234 rows of {storage.shown(f's3://bucket/{text}')}").split())
     assert html.unescape(cells["data"]) == shown and len(cells) == 18
 
 

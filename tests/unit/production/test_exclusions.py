@@ -142,7 +142,7 @@ def write_latents(uri, build_latents, num_rows=80, seed=0, share=0.2, job=None):
     table = pa.table({**{name: rows[name] for name in rows.column_names}, **more})
     tables = [table[: num_rows // 2], table[num_rows // 2 :]]
     encoder = {"model": "tiny-sd", "revision": "0", "precision": "fp32"}
-    write_job(str(uri), num_rows, tables, SPECS, "int64", share, job=job, encoder=encoder)
+    write_job(str(uri), num_rows, tables, SPECS, share, job=job, encoder=encoder)
     return str(uri)
 
 

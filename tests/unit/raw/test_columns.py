@@ -8,6 +8,7 @@ import uuid
 import pyarrow as pa
 import pytest
 
+from helpers.production.readers import folder
 from helpers.raw import inputs, readers
 from helpers.raw.images import BadImage
 from tests.raw_data import as_arrow, found, good, image, online_rows, refusal, rows_of, table, tar_of, write
@@ -176,16 +177,17 @@ def test_a_path_is_read_inside_the_inputs_folder_alone(tmp_path):
         "device": "not a regular file",
         "iVBORw0KGgo" * 500: "image file not readable",  # base64
     }
-    fetched = [inputs.fetch_image(name, str(base), str(base)) for name in expected]
+    fetched = [folder.fetch_image(name, str(base), str(base)) for name in expected]
     assert [str(one) if isinstance(one, BadImage) else one for one in fetched] == list(expected.values())
 
 
 def test_a_member_or_a_file_larger_than_an_image_can_be_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_BYTES", 1000)
+    for module in (readers, folder):
+        monkeypatch.setattr(module, "MAX_BYTES", 1000)
     path = write(tmp_path, **{"a.tar": tar_of({"0.jpg": b"x" * 1001, "1.jpg": b"x" * 1000}), "b.jpg": b"x" * 1001})
     (rows,) = readers.WebDataset({"image": pa.binary()}).stream(str(path / "a.tar"), ["image"])
     assert list(map(len, rows["image"].to_pylist())) == [0, 1000]
-    assert str(inputs.fetch_image("b.jpg", str(path), str(path))) == "too many bytes"
+    assert str(folder.fetch_image("b.jpg", str(path), str(path))) == "too many bytes"
 
 
 # ---- samples of a tar
