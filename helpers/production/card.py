@@ -12,7 +12,7 @@ from packaging.licenses import canonicalize_license_expression
 from .. import storage, texts
 from ..config import TrainingConfig
 from ..latents.manifest import DataSets, Manifest, read_manifest
-from ..sample import adapter_of_run
+from ..model import denoisers
 from ..train import run_folder
 
 # The parameters of a run that its card lists.
@@ -40,7 +40,7 @@ def model_card(
         licence: an SPDX id or expression, such as "Apache-2.0" or "LicenseRef-Name". Raises ValueError for another.
         sampling: see `call_options`.
     """
-    adapter, manifest = adapter_of_run(config), data.first
+    adapter, manifest = denoisers.find_adapter(config.unet_config), data.first
     licence, metadata = licence_metadata(licence)
     metadata |= {"library_name": "diffusers", "pipeline_tag": "text-to-image", "tags": [adapter.pipeline]}
     facts = {
@@ -129,7 +129,7 @@ def call_options(
         "width": config.largest_resolution,
         "num_inference_steps": steps,
         "guidance_scale": guidance_scale,
-        **adapter_of_run(config).call_options(manifest.embeddings.shape[0]),
+        **denoisers.find_adapter(config.unet_config).call_options(manifest.embeddings.shape[0]),
     }
 
 
