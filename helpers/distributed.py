@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import os
 import shutil
 from typing import Any
@@ -23,17 +22,16 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list | None:
+def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list | None:
     """Every rank's `value`, as a list in the order of ranks, on rank 0; None on other ranks. Call it on all ranks.
 
-    `group`: a gloo group, for a thread beside the training; two threads must not share a group.
+    `group`: of `new_cpu_group`, because NCCL would send Python objects through the GPU. Two threads must not share one.
 
     Raises RuntimeError if a value is of an earlier call. While a group is taken down, gloo may end a call without an
     error and without having received: what is in its buffer then is what the call before left there.
     """
     if world_size() == 1:
         return [value]
-    group = group or _gloo_group(dist.group.WORLD)
     _calls[group] += 1
     numbered = [None] * world_size() if rank() == 0 else None
     dist.gather_object((_calls[group], value), numbered, group=group)
@@ -47,14 +45,8 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list |
 _calls: collections.Counter = collections.Counter()  # of `gather_objects`, by group
 
 
-@functools.lru_cache(maxsize=1)
-def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group over all ranks, made once; NCCL would send Python objects through the GPU."""
-    return dist.new_group(backend="gloo")
-
-
 def new_cpu_group() -> dist.ProcessGroup | None:
-    """A new gloo group over all ranks, for a thread beside the training; None without a process group.
+    """A new gloo group over all ranks; None without a process group.
 
     Call it on all ranks.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,18 +20,6 @@ BATCH_SIZE = 64
 Batches = Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]  # rows, their positions (B,), whether they count (B,) bool
 # Held-out rows (`held_out.of_run`), or a function with `num_rows` that streams those with the latents of a column.
 Rows = pa.Table | Callable[[schema.ColumnSpec], Batches]
-
-
-def held_out_losses(
-    denoiser: torch.nn.Module, manifest: Manifest, rows: Rows | None, config: TrainingConfig
-) -> dict[str, Any]:
-    """{"validation_loss", "unweighted", "rows", "loss_by_noise"}, see `losses_by_noise`; {} if no rows are held out."""
-    if rows is None:
-        return {}
-    losses = losses_by_noise(denoiser, manifest, rows, config)
-    loss, unweighted = losses[:, 1:].mean(axis=0).tolist()
-    by_noise = {str(int(timestep)): value for timestep, value in losses[:, [0, 2]].tolist()}
-    return {"validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows, "loss_by_noise": by_noise}
 
 
 def validation_loss(

@@ -128,7 +128,7 @@ def build_sampler(config: TrainingConfig, name: str = "auto", steps: int = 20) -
     flow = config.prediction_type == "flow"
     if name == "auto":
         name = "dpm++" if flow else "ddim"
-    known = [one for one in adapter_of_run(config).samplers if one in FLOW_SAMPLERS or not flow]
+    known = [one for one in denoisers.find_adapter(config.unet_config).samplers if one in FLOW_SAMPLERS or not flow]
     if name not in known:
         raise ValueError(
             f"sampler={name!r} does not fit prediction_type={config.prediction_type!r} and "
@@ -189,11 +189,6 @@ def pipeline_of_run(
     pipeline = getattr(diffusers, adapter.pipeline)(**models, **defaults, **adapter.left_out)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-def adapter_of_run(config: TrainingConfig) -> denoisers.Adapter:
-    """The adapter of the denoiser that a run trains; nothing is built."""
-    return denoisers.ADAPTERS[denoisers.load_denoiser_config(config.unet_config)["_class_name"]]
 
 
 def denoiser_of(pipeline: diffusers.DiffusionPipeline) -> diffusers.ModelMixin:

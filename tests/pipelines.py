@@ -24,7 +24,7 @@ from helpers.notebook import interruptible
 from helpers.online import encode as online
 from helpers.online import prepare as online_prepare
 from helpers.production import lease, monitor
-from helpers.production.data.exclusions import Exclusions
+from helpers.production.data.exclusions import Exclusions, mask
 from helpers.production.readers import detect
 from helpers.sample import pipeline_of_run
 from helpers.train import loop as train_loop
@@ -203,9 +203,9 @@ def short_run(storage_uri, name, **changes):
     )
 
 
-def read_alone(plan, num_steps, raw=None, seed=0, is_excluded=None):
+def read_alone(plan, num_steps, raw, seed, is_excluded):
     """Yield the rows of a run's first steps without Ray; those of an online run, from `raw`, are encoded as its are."""
-    read = functools.partial(online.read_raw, config=raw) if raw else latents_reader(plan, is_excluded)
+    read = functools.partial(online.read_raw, config=raw) if raw else mask(latents_reader(plan), is_excluded)
     tables = read_steps(plan, read, 0, num_steps)
     if raw is None:
         yield from tables

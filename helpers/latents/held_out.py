@@ -11,44 +11,34 @@ import pyarrow as pa
 from .. import storage
 from . import schema
 from .manifest import Manifest, read_manifest
-from .order import Files, RowRange
 from .parquet import read_parquet, write_table
-from .plan import read_files
-from .read import IsExcluded, read_row_ranges
+from .plan import Files, RowRange, read_files
+from .read import read_row_ranges
 
 NUM_ROWS = 512  # held-out rows that a run is validated on, at most
 FOLDER = "validation"  # of an online run's held-out rows, encoded once before the run; of a run's copy of them
+COPY = "rows.parquet"
 
 
-def of_run(
-    run_uri: str, proportions: dict[str, float], resolution: int, is_excluded: IsExcluded | None = None
-) -> pa.Table | None:
-    """The run's held-out rows: those of `first`, cached in the run's `validation/rows.parquet`.
-
-    The cache holds no excluded rows.
-    """
-    uri = storage.join(run_uri, FOLDER, "rows.parquet")
-    is_cached = storage.exists(uri)  # finding them in a large data set is slow
-    found = read_parquet(uri) if is_cached else first(proportions, resolution, NUM_ROWS)
-    if found is None:
-        return None
-    rows = drop_excluded(found, is_excluded)
-    if not is_cached or len(rows) < len(found):
+def of_run(run_uri: str, proportions: dict[str, float], resolution: int) -> pa.Table | None:
+    """The run's held-out rows: those of `first`, copied to the run's `validation/rows.parquet`."""
+    uri = storage.join(run_uri, FOLDER, COPY)
+    if storage.exists(uri):  # finding them in a large data set is slow
+        return read_parquet(uri)
+    rows = first(proportions, resolution, NUM_ROWS)
+    if rows is not None:
         write_table(uri, rows)
     return rows
 
 
-def first(
-    proportions: dict[str, float], resolution: int, num_rows: int, is_excluded: IsExcluded | None = None
-) -> pa.Table | None:
+def first(proportions: dict[str, float], resolution: int, num_rows: int) -> pa.Table | None:
     """About the first `num_rows` held-out rows that have latents, in the order of the files; None if there are none.
 
-    Columns: id, caption, the latents of all shapes of the resolution, the embeddings. Excluded rows are missing.
+    Columns: id, caption, the latents of all shapes of the resolution, the embeddings.
 
     Args:
         proportions: {URI of a data set: the proportion of the rows that it contributes}.
         resolution: of the latents.
-        is_excluded: ids -> (B,) bool.
     """
     tables = []
     for uri, proportion in proportions.items():
@@ -66,7 +56,7 @@ def first(
             parts = list(pool.map(read, ([one] for one in ranges)))
         if parts:
             tables.append(pa.concat_tables(parts)[:wanted])
-    return drop_excluded(pa.concat_tables(tables), is_excluded) if tables else None
+    return pa.concat_tables(tables) if tables else None
 
 
 def example_rows(latents_uri: str, num_rows: int) -> pa.Table:
@@ -76,10 +66,6 @@ def example_rows(latents_uri: str, num_rows: int) -> pa.Table:
     num_groups = 1 + np.searchsorted(np.cumsum(files.group_rows), num_rows)
     ranges = [files.row_range(group, 0, rows) for group, rows in enumerate(files.group_rows[:num_groups])]
     return read_row_ranges(ranges, columns, files)[:num_rows]
-
-
-def drop_excluded(rows: pa.Table, is_excluded: IsExcluded | None) -> pa.Table:
-    return rows.filter(pa.array(~is_excluded(rows[schema.ID]))) if is_excluded else rows
 
 
 def first_ranges(manifest: Manifest, files: Files, resolution: int, wanted: int) -> list[RowRange]:

@@ -161,16 +161,6 @@ class Manifest:
         return self.job.get("text_cleaning", "none")
 
     @property
-    def stored_row_bytes(self) -> float:
-        """Mean bytes of a stored row, measured in the files: latents of all resolutions, all captions, the id.
-
-        Raises ValueError if no rows are stored.
-        """
-        if not self.written or not self.work.get("bytes"):
-            raise ValueError("These latents have no stored rows to measure: encode some with Preprocessing.ipynb.")
-        return self.work["bytes"] / self.written
-
-    @property
     def online(self) -> dict | None:
         """The preprocessing parameters of data that is encoded while a run trains on it; None for stored latents."""
         return self.job.get("online")

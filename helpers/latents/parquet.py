@@ -41,12 +41,9 @@ class PlainParquetFile:
     def __exit__(self, *_: Any) -> None:
         self.file.close()
 
-    def check_columns(self, columns: list[str] | None) -> None:
-        check_types(self.schema_arrow, self.uri, columns)
-
     @contextlib.contextmanager
     def _reading(self, columns: list[str] | None) -> Iterator[None]:
-        self.check_columns(columns)
+        check_types(self.schema_arrow, self.uri, columns)
         try:
             yield
         except OSError as error:

@@ -30,8 +30,8 @@ from ray.actor import ActorHandle
 
 from .. import storage
 from . import schema
-from .order import EpochOrder, Files, Plan, RowRange, Source
 from .parquet import MEND, PlainParquetFile, file_id, open_parquet
+from .plan import EpochOrder, Files, Plan, RowRange, Source
 
 UNIT, KEEP = "unit", "keep"
 CAPTION_COLUMNS = (schema.CAPTION, schema.EMBEDDINGS)  # stored once for each of a row's captions
@@ -50,7 +50,6 @@ LOCAL_RAY = "PRETRAIN_LOCAL_RAY"  # set in the workers of a Ray on this machine 
 STATS_STEPS = 100  # of Ray Data's scheduling loop; each takes a tenth of a second at most
 
 ReadRows = Callable[[list[RowRange], Source], pa.Table]
-IsExcluded = Callable[[pa.ChunkedArray], np.ndarray]  # ids -> (B,) bool: the rows that must not be used
 
 
 # ---- the dataset
@@ -60,20 +59,18 @@ def latents_dataset(
     plan: Plan,
     first_step: int,
     end_step: int,
-    is_excluded: IsExcluded | None = None,
-    wrap: Callable[[ReadRows], ReadRows] | None = None,
+    wrap: Callable[[ReadRows], ReadRows] = lambda read: read,
 ) -> ray.data.Dataset:
     """A Ray dataset of the stored latents for steps `first_step` to `end_step` (exclusive).
 
     Its blocks are the plan's, in the plan's order.
 
-    Columns: id, caption, the latents of the step's shape, the embeddings, `keep` (False if `is_excluded` returns True
-    for the row's id) and `unit` (the unit's number in the run).
+    Columns: id, caption, the latents of the step's shape, the embeddings, and `unit` (the unit's number in the run).
 
     `wrap`: given the function that reads rows, returns one to use in its place, such as `production.data.hedged.wrap`.
+    It may add columns, such as `keep`: rows in which it is False are masked out of the loss.
     """
-    read = latents_reader(plan, is_excluded)
-    return build_dataset(plan, first_step, end_step, wrap(read) if wrap else read)
+    return build_dataset(plan, first_step, end_step, wrap(latents_reader(plan)))
 
 
 def build_dataset(
@@ -323,17 +320,15 @@ def read_repeatedly(read: Callable[[], pa.Table]) -> pa.Table:
     return storage.retry(read, pauses=(0, 0))
 
 
-def latents_reader(plan: Plan, is_excluded: IsExcluded | None = None) -> ReadRows:
+def latents_reader(plan: Plan) -> ReadRows:
     """`read_latents` for a plan. Latents of several shapes share one column, padded to the bytes of the largest."""
     widest = max(shape.latents.row_bytes for shape in plan.shapes)
     padded_to = widest if len(plan.shapes) > 1 else 0
-    return functools.partial(read_latents, padded_to=padded_to, is_excluded=is_excluded)
+    return functools.partial(read_latents, padded_to=padded_to)
 
 
-def read_latents(
-    row_ranges: list[RowRange], source: Source, padded_to: int = 0, is_excluded: IsExcluded | None = None
-) -> pa.Table:
-    """Rows of a latents folder at the source's shape. `keep` is False if `is_excluded` returns True for the row's id.
+def read_latents(row_ranges: list[RowRange], source: Source, padded_to: int = 0) -> pa.Table:
+    """Rows of a latents folder at the source's shape.
 
     Only the caption that the plan sampled is read. It comes back in the columns of caption 1.
     """
@@ -341,8 +336,7 @@ def read_latents(
     rows = read_row_ranges(row_ranges, columns, source.files)
     if padded_to:
         rows = rows.set_column(2, schema.LATENTS, schema.pad(rows[source.latents.name], padded_to))
-    keep_B = ~is_excluded(rows[schema.ID]) if is_excluded else np.ones(len(rows), bool)
-    return rows.append_column(KEEP, pa.array(keep_B))
+    return rows
 
 
 def read_row_ranges(row_ranges: list[RowRange], columns: list[str], files: Files) -> pa.Table:

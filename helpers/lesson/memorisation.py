@@ -28,8 +28,7 @@ from ..config import TrainingConfig
 from ..latents import schema
 from ..latents.held_out import first, groups_with
 from ..latents.manifest import DataSets, Manifest
-from ..latents.order import Files
-from ..latents.plan import read_files
+from ..latents.plan import Files, read_files
 from ..latents.read import read_row_ranges
 
 TASK_BYTES = 2**30  # read by one task of the pass

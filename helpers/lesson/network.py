@@ -88,7 +88,7 @@ def measure_per_worker(run_uri: str) -> None:
     distributed.use_cores(context.get_local_world_size())
     rows = measure_bandwidth(device)
     here = describe_node() if context.get_local_rank() == 0 else None  # after NCCL has loaded what it uses
-    nodes = distributed.gather_objects(here)
+    nodes = distributed.gather_objects(here, distributed.new_cpu_group())
     if context.get_world_rank() == 0:
         found = {
             "ranks": context.get_world_size(),

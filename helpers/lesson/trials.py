@@ -82,7 +82,7 @@ def batches(config: TrainingConfig) -> Iterator[list[Unit]]:
     plan = load_plan(data, config)
     chunks = plan.chunk_range(0, len(steps))
     excluded = exclusions.Exclusions(**(config.extras.get("exclusions") or {}))
-    read = latents_reader(plan, excluded.is_excluded)
+    read = exclusions.mask(latents_reader(plan), excluded.is_excluded)
     options = {"first_chunk": chunks.start, "first_step": 0, "end_step": len(steps), "read": read}
     blocks = read_chunks({"id": range(len(chunks))}, plan=plan, **options)
     for step, units in zip(steps, worker_units(blocks, plan, steps, 0, 1), strict=True):

@@ -107,10 +107,6 @@ class UNet(Adapter):
     def divisor(self, config):
         return 2 ** (len(config["block_out_channels"]) - 1)
 
-    def caption_width(self, config):
-        width = config.get("encoder_hid_dim") or super().caption_width(config)
-        return width[0] if isinstance(width, list) and len(set(width)) == 1 else width  # one for each level
-
     def conditions(self, timesteps_B, mask_BL):
         return {"timestep": timesteps_B}
 
@@ -176,6 +172,11 @@ def load_denoiser_config(name: str) -> dict:
     return {key: value for key, value in values.items() if key == "_class_name" or not key.startswith("_")}
 
 
+def find_adapter(name: str) -> Adapter:
+    """The adapter of the denoiser that `load_denoiser_config` finds by this name; nothing is built."""
+    return ADAPTERS[load_denoiser_config(name)["_class_name"]]
+
+
 def build_denoiser(name: str, *, seed: int = 0) -> diffusers.ModelMixin:
     """A denoiser with random weights on the CPU, the same for the same seed; `name` as in `load_denoiser_config`.
 
@@ -185,15 +186,6 @@ def build_denoiser(name: str, *, seed: int = 0) -> diffusers.ModelMixin:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ADAPTERS[config["_class_name"]].kind.from_config(config)
-
-
-def read_settings(model: torch.nn.Module) -> dict[str, Any]:
-    """The configuration of a denoiser as JSON has it, without its default size of images.
-
-    The denoiser may be sharded or wrapped by DDP.
-    """
-    config = getattr(model.module if isinstance(model, DistributedDataParallel) else model, "config", {})
-    return json.loads(json.dumps({name: config[name] for name in config if name[0] != "_" and name != "sample_size"}))
 
 
 def adapter_of(model: torch.nn.Module) -> Adapter:

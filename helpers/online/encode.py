@@ -25,8 +25,7 @@ from .. import storage
 from ..encode import stages
 from ..latents import schema
 from ..latents.manifest import read_manifest
-from ..latents.order import Plan, RowRange, Source, draw_caption
-from ..latents.plan import CHUNK_BYTES
+from ..latents.plan import CHUNK_BYTES, Plan, RowRange, Source, draw_caption
 from ..latents.read import KEEP, UNIT, build_dataset
 from ..raw import images, inputs
 from . import index

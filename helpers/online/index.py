@@ -32,8 +32,8 @@ import ray
 
 from .. import cluster, storage
 from ..latents import schema
-from ..latents.order import RowRange
 from ..latents.parquet import read_parquet, write_table
+from ..latents.plan import RowRange
 from ..raw import filters, images, inputs, readers
 from ..raw.readers import GROUP, ROW
 from .config import OnlineConfig

@@ -13,8 +13,8 @@ from packaging.licenses import canonicalize_license_expression
 from .. import storage
 from ..config import TrainingConfig
 from ..latents.manifest import DataSets, Manifest, read_manifest
+from ..model import denoisers
 from ..notebook import printable
-from ..sample import adapter_of_run
 from ..train import run_folder
 
 MARKDOWN = re.compile(r"[\\`*{}\[\]<>&|~$#!]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is only that
@@ -43,7 +43,7 @@ def model_card(
         licence: an SPDX id or expression, such as "Apache-2.0" or "LicenseRef-Name". Raises ValueError for another.
         sampling: see `call_options`.
     """
-    adapter, manifest = adapter_of_run(config), data.first
+    adapter, manifest = denoisers.find_adapter(config.unet_config), data.first
     licence, metadata = licence_metadata(licence)
     metadata |= {"library_name": "diffusers", "pipeline_tag": "text-to-image", "tags": [adapter.pipeline]}
     facts = {
@@ -132,7 +132,7 @@ def call_options(
         "width": config.largest_resolution,
         "num_inference_steps": steps,
         "guidance_scale": guidance_scale,
-        **adapter_of_run(config).call_options(manifest.embeddings.shape[0]),
+        **denoisers.find_adapter(config.unet_config).call_options(manifest.embeddings.shape[0]),
     }
 
 

@@ -26,11 +26,12 @@ from ..encode.encoder import LatentEncoder
 from ..encode.job import Job, Segment
 from ..latents import schema
 from ..latents.manifest import Manifest, read_manifest, read_segments
-from ..latents.order import Files, Plan, RowRange, Source
 from ..latents.parquet import read_parquet, write_latents_file
-from ..latents.read import IsExcluded, ReadRows, join_blocks, latents_dataset, read_row_ranges
+from ..latents.plan import Files, Plan, RowRange, Source
+from ..latents.read import ReadRows, join_blocks, latents_dataset, read_row_ranges
 from ..raw import inputs
 from . import lease
+from .data.exclusions import IsExcluded, mask
 from .decode import isolated
 from .image_encoder import ImageEncoder, feature_columns
 
@@ -251,13 +252,19 @@ def collect_file(file: dict, places: pa.Table, *, latents_uri: str, folder: str,
 def stored_stream(
     config: TrainingConfig, is_excluded: IsExcluded | None = None
 ) -> Callable[[Plan, int, int], ray.data.Dataset]:
-    """`latents_dataset` for a run, with the column `schema.FEATURES` if the config names an image encoder."""
+    """`latents_dataset` for a run, with the column `schema.FEATURES` if the config names an image encoder.
+
+    `is_excluded`: says which rows are masked; None: no row.
+    """
+    masked = functools.partial(mask, is_excluded=is_excluded) if is_excluded else lambda read: read
     if config.image_encoder_model is None:
-        return functools.partial(latents_dataset, is_excluded=is_excluded)
+        return functools.partial(latents_dataset, wrap=masked)
 
     def stream(plan: Plan, first_step: int, end_step: int) -> ray.data.Dataset:
-        wrap = functools.partial(with_features, model=config.image_encoder_model, plan=plan)
-        rows = latents_dataset(plan, first_step, end_step, is_excluded, wrap)
+        def wrap(read: ReadRows) -> ReadRows:
+            return with_features(masked(read), model=config.image_encoder_model, plan=plan)
+
+        rows = latents_dataset(plan, first_step, end_step, wrap)
         row_bytes = max(read_manifest(source.files.uri).row_bytes for source in plan.sources)
         return join_blocks(rows, plan, row_bytes + widest_of(plan, config.image_encoder_model))
 

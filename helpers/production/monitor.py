@@ -10,7 +10,6 @@ import contextlib
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,8 +80,8 @@ def open_run(config: TrainingConfig) -> DataSets:
 
     Prints what the run will not use.
     """
-    guard = types.SimpleNamespace(check=lambda: hold(config).check())  # a run that is refused leaves no folder
-    data = start.open_run(config, training.ALL, guard)
+    # The lease is taken by the guard, so a run that is refused leaves no folder.
+    data = start.open_run(config, training.ALL, guard=lambda: hold(config).check())
     for sentence in training.notes(config, data):
         print(sentence)
     return data

@@ -18,9 +18,8 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import ray.train
 import ray.train.collective
 import torch
@@ -40,7 +39,6 @@ from torch.distributed.checkpoint.state_dict import (
 from .. import distributed, storage
 from ..encode import models
 from ..model import denoisers
-from ..model.diffusion import EMA
 from . import run_folder
 from .metrics import MetricsLog
 from .run_folder import PROGRESS
@@ -60,17 +58,6 @@ KNOWN_CLASSES = {
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
 }
-# What a learning rate that is a NumPy scalar is pickled as.
-NUMBERS = [np.float64(0).__reduce__()[0], np.dtype, type(np.dtype(np.float64))]
-
-
-class TrainingState(Protocol):
-    """The state that a checkpoint saves, such as a `step.TrainStep`."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    ema: EMA
-
 
 # ---- in a run
 
@@ -86,12 +73,12 @@ class Saver:
     the incomplete folder and reports a `run_folder.LostCheckpoint`, and training goes on.
 
     Args:
-        state: what is saved.
+        state: what is saved: its model, its optimizer and its EMA.
         run_uri: the run's folder.
         log: rank 0's metrics, whose attempt is part of a checkpoint's name; None on the other ranks.
     """
 
-    def __init__(self, state: TrainingState, run_uri: str, log: MetricsLog | None):
+    def __init__(self, state: TrainStep, run_uri: str, log: MetricsLog | None):
         self.state, self.run_uri, self.log = state, run_uri, log
         self.run = run_folder.run_id(run_uri) if log else None
         self.group = distributed.new_cpu_group()
@@ -210,29 +197,29 @@ def open_stager() -> DefaultStager:
 
 def async_save(
     folder: str,
-    state: TrainingState,
+    state: TrainStep,
     *,
     step: int,
     stager: DefaultStager,
     group: dist.ProcessGroup | None = None,
     run: str | None = None,
 ) -> Callable[[], None]:
-    """Save model, EMA, optimizer and step to a local folder; returns `finish()`, which waits for the files.
+    """Save model, EMA, optimizer's moments and step to a local folder; returns `finish()`, which waits for the files.
 
     The state is copied to CPU memory. Each rank's thread then writes the rank's part to files. Call `finish` on every
     rank, from any thread, before the next `async_save`. `finish` waits for the files. It then makes rank 0 write
-    `progress.json`, with the sizes and checksums of all ranks' files, and with the denoiser's configuration.
+    `progress.json`, with the sizes and checksums of all ranks' files.
 
     Args:
         stager: from `open_stager`, kept by the caller. Without one, PyTorch would copy sharded state twice.
         group: from `distributed.new_cpu_group`, because training uses the default group at the same time.
         run: rank 0's `run_folder.run_id`; None: a checkpoint of no run.
     """
-    weights, moments = get_state_dict(state.model, state.optimizer)
+    weights, optimizer = get_state_dict(state.model, state.optimizer)
     # One tensor after another: to copy ahead, the writing thread would use the first GPU on every rank.
     writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
     writing = dcp.async_save(
-        {"model": weights, "optimizer": moments, "ema": state.ema.state_dict()},
+        {"model": weights, "moments": optimizer["state"], "ema": state.ema.state_dict()},
         storage_writer=writer,
         async_stager=stager,
         process_group=group,
@@ -248,26 +235,21 @@ def async_save(
         if ranks:
             files, checksums = (dict(collections.ChainMap(*parts)) for parts in zip(*ranks, strict=True))
             progress = {"step": step, "files": files, "checksums": checksums, "run": run}
-            progress["denoiser"] = denoisers.read_settings(state.model)
             storage.write_json(storage.join(folder, PROGRESS), progress, indent=None)
 
     return finish
 
 
-def load(folder: str, state: TrainingState) -> int:
+def load(folder: str, state: TrainStep) -> int:
     """Restore what `async_save` wrote, in place; returns the steps done. The number of ranks may have changed.
 
-    The checkpoint's options of the optimizer, such as its weight decay, are not restored.
+    The optimizer keeps its own options, such as its weight decay.
     """
-    check_settings(folder, state.model)
-    options = [{**group} for group in state.optimizer.param_groups]
-    weights, moments = get_state_dict(state.model, state.optimizer)
-    loaded = {"model": weights, "optimizer": moments, "ema": state.ema.copy()}
+    weights, optimizer = get_state_dict(state.model, state.optimizer)
+    loaded = {"model": weights, "moments": optimizer["state"], "ema": state.ema.copy()}
     read(folder, loaded, no_dist=distributed.world_size() == 1)
-    parts = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
-    set_state_dict(state.model, state.optimizer, **parts)
-    for group, own in zip(state.optimizer.param_groups, options, strict=True):
-        group |= {name: value for name, value in own.items() if name != "params"}
+    optimizer = {**optimizer, "state": loaded["moments"]}
+    set_state_dict(state.model, state.optimizer, model_state_dict=loaded["model"], optim_state_dict=optimizer)
     step = run_folder.step_of(folder)
     state.ema.load_state_dict(loaded["ema"], step)
     return step
@@ -276,26 +258,10 @@ def load(folder: str, state: TrainingState) -> int:
 @torch.no_grad()
 def load_weights(folder: str, denoiser: torch.nn.Module, which: str = "ema") -> torch.nn.Module:
     """Load a checkpoint's weights into a denoiser, whole or sharded, and return it. `which`: "ema" or "model"."""
-    check_settings(folder, denoiser)
     state = {which: {name: parameter.detach() for name, parameter in denoisers.own_weights(denoiser).items()}}
     read(folder, state, no_dist=True)
     denoiser.load_state_dict(state[which], strict=not hasattr(denoiser, denoisers.AUXILIARY))
     return denoiser
-
-
-def check_settings(folder: str, model: torch.nn.Module) -> None:
-    """Raises ValueError if a checkpoint is of a denoiser with another configuration: the weights mean something else.
-
-    By shapes alone they would fit.
-    """
-    progress, now = run_folder.read_progress(folder), denoisers.read_settings(model)
-    for name, value in progress.get("denoiser", {}).items():
-        if now.get(name) != value:
-            raise ValueError(
-                f"The run of this checkpoint (step {progress['step']}) was begun with {name}={value!r}, not "
-                f"{now.get(name)!r}: restore the file that unet_config names, or train with the changed one in a new "
-                "run."
-            )
 
 
 def read(folder: str, state: dict, no_dist: bool) -> None:
@@ -303,7 +269,7 @@ def read(folder: str, state: dict, no_dist: bool) -> None:
     if why := run_folder.find_damage(folder):
         raise DamagedCheckpoint(f"{folder} cannot be used: {why}: use another checkpoint.")
     try:
-        dcp.load(state, storage_reader=SafeReader(folder), planner=PlainLoadPlanner(), no_dist=no_dist)
+        dcp.load(state, storage_reader=SafeReader(folder), planner=TensorPlanner(), no_dist=no_dist)
     except CheckpointException as error:  # what the ranks raised, with their stacks
         causes = [cause for cause, _ in error.failures.values() if isinstance(cause, DamagedCheckpoint)]
         raise (causes or [error])[0] from None
@@ -312,10 +278,9 @@ def read(folder: str, state: dict, no_dist: bool) -> None:
 class DamagedCheckpoint(ValueError):
     """Raised for a checkpoint that is not safe to use: its bytes have changed, or its content is not allowed.
 
-    Three kinds of content are not allowed:
+    Two kinds of content are not allowed:
         - Metadata that names a class which PyTorch's checkpoints do not contain.
-        - Metadata that names a file outside of the checkpoint's folder.
-        - Entries that are not tensors and hold more than numbers and texts.
+        - Entries that are not tensors, which PyTorch would unpickle.
     """
 
 
@@ -330,7 +295,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads a local checkpoint's metadata by `MetadataUnpickler`, and no file outside of the folder."""
+    """Reads a local checkpoint's metadata by `MetadataUnpickler`."""
 
     def __init__(self, folder: str):
         super().__init__(folder)
@@ -338,28 +303,16 @@ class SafeReader(dcp.FileSystemReader):
         self.metadata = MetadataUnpickler(io.BytesIO(pathlib.Path(folder, METADATA).read_bytes())).load()
         self.metadata.storage_meta = self.metadata.storage_meta or dcp_metadata.StorageMeta()
         self.metadata.storage_meta.load_id = self.load_id
-        for stored in self.metadata.storage_data.values():
-            if (name := stored.relative_path) != os.path.basename(name):
-                raise DamagedCheckpoint(f"{METADATA} of {folder} names a file outside of it: {name!r}.")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
         return self.metadata
 
 
-class PlainLoadPlanner(dcp.DefaultLoadPlanner):
-    """Loads non-tensor entries, such as a learning rate, only if PyTorch's weights-only unpickler accepts them."""
+class TensorPlanner(dcp.DefaultLoadPlanner):
+    """Loads tensors alone."""
 
     def load_bytes(self, read_item: dcp.planner.ReadItem, value: io.BytesIO) -> None:
-        try:
-            with torch.serialization.safe_globals(NUMBERS):
-                torch.load(value, weights_only=True)
-        except pickle.UnpicklingError:
-            name = read_item.dest_index.fqn
-            raise DamagedCheckpoint(
-                f"The checkpoint's {name} holds more than numbers and texts: do not use it."
-            ) from None
-        value.seek(0)
-        super().load_bytes(read_item, value)
+        raise DamagedCheckpoint(f"The checkpoint's {read_item.dest_index.fqn} is no tensor: do not use it.")
 
 
 # ---- the weights that a new run starts from (`init_from`)
@@ -386,7 +339,7 @@ def find_weights(given: str, unet_config: str, runs_uri: str) -> str:
         if problem := run_folder.find_corruption(given):
             raise ValueError(f"init_from={given!r} cannot be used: {problem}.")
         return given
-    component, root = denoisers.ADAPTERS[denoisers.load_denoiser_config(unet_config)["_class_name"]].component, given
+    component, root = denoisers.find_adapter(unet_config).component, given
     if is_hub_id(given):
         files = "config.json", "diffusion_pytorch_model*", f"{component}/*", "scheduler/*", "vae/config.json"
         try:

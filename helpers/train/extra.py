@@ -38,7 +38,7 @@ class Hook(contextlib.AbstractContextManager):
 class Extra:
     """The settings of an extra: a frozen dataclass whose fields are its arguments. It is pickled to the workers."""
 
-    def check(self, config: TrainingConfig, device: torch.device) -> str | None:
+    def check(self, run_uri: str, device: torch.device) -> str | None:
         """Why this worker must end before the model is built; None if it may train. Called on all ranks."""
         return None
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 import ray.train
 import ray.train.torch
-import torch
 
 from .. import distributed, storage
 from . import checkpoint, run_folder
 from .extra import Extra
-from .metrics import MetricsLog, StepLog
+from .metrics import StepLog
 from .step import TrainStep, Unit, choose_kernels
 
 if TYPE_CHECKING:
@@ -53,14 +52,17 @@ def train_loop_per_worker(config: TrainingConfig, source: Source, extras: Sequen
         extras: what else happens, in this order.
     """
     manifest = source.start()
-    device = prepare_device(config, online=bool(manifest.online))
+    # Kernels and cores come before the first matrix product, which fixes cuBLAS's workspace.
+    distributed.use_cores(ray.train.get_context().get_local_world_size(), online=bool(manifest.online))
+    choose_kernels(config.attention, config.deterministic)
+    device = ray.train.torch.get_device()
     for extra in extras:
-        if reason := extra.check(config, device):
+        if reason := extra.check(config.run_uri, device):
             return print(reason)
     auxiliary = [loss for extra in extras for loss in extra.auxiliary_losses(config, manifest)]
     train_step = TrainStep(config, manifest, device, auxiliary=auxiliary)
     step = checkpoint.restore(train_step, source.resume_point)
-    run = Run(config, train_step)
+    run = Run(train_step)
     with contextlib.ExitStack() as stack:
         hooks = [stack.enter_context(extra(run)) for extra in extras]
         for units, waited in source.steps(step):
@@ -82,28 +84,21 @@ def train_loop_per_worker(config: TrainingConfig, source: Source, extras: Sequen
     run.finish(complete=step == source.end_step)
 
 
-def prepare_device(config: TrainingConfig, online: bool) -> torch.device:
-    """This worker's device. Sets kernels and cores before the first matrix product, which fixes cuBLAS's workspace."""
-    distributed.use_cores(ray.train.get_context().get_local_world_size(), online)
-    choose_kernels(config)
-    return ray.train.torch.get_device()
-
-
 class Run:
     """A worker's part of a run, as hooks see it.
 
     Attributes:
-        config: of the run.
         train_step: the denoiser, its optimizer and its EMA.
+        config: of the run.
         log: writes the metrics.
         saver: saves checkpoints.
     """
 
-    def __init__(self, config: TrainingConfig, train_step: TrainStep):
-        self.config, self.train_step = config, train_step
-        self.log = StepLog(config.run_uri, config.global_batch_size)
-        self.saver = checkpoint.Saver(train_step, config.run_uri, self.log.file)
-        write_worker_info(config.run_uri, self.log.file)
+    def __init__(self, train_step: TrainStep):
+        self.train_step, self.config = train_step, train_step.config
+        self.log = StepLog(self.config.run_uri, self.config.global_batch_size)
+        self.saver = checkpoint.Saver(train_step, self.config.run_uri, self.log.file)
+        write_worker_info(self.config.run_uri, self.log)
 
     def take_step(self, step: int, units: list[Unit], waited: float) -> dict[str, Any] | None:
         """The step's line of metrics. None if the loss is not finite: the run has ended.
@@ -130,9 +125,9 @@ class Run:
             raise RuntimeError(self.saver.lost)
 
 
-def write_worker_info(run_uri: str, log: MetricsLog | None) -> None:
+def write_worker_info(run_uri: str, log: StepLog) -> None:
     """Rank 0 writes `workers.json`: rank, node and process of each worker of this attempt. Call it on all ranks."""
     node_id = ray.get_runtime_context().get_node_id()
-    workers = distributed.gather_objects({"rank": distributed.rank(), "node_id": node_id, "pid": os.getpid()})
-    if log:
-        storage.write_json(storage.join(run_uri, "workers.json"), {"attempt": log.attempt, "workers": workers})
+    worker = {"rank": distributed.rank(), "node_id": node_id, "pid": os.getpid()}
+    if workers := distributed.gather_objects(worker, log.group):
+        storage.write_json(storage.join(run_uri, "workers.json"), {"attempt": log.file.attempt, "workers": workers})

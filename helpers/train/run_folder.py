@@ -24,9 +24,8 @@ from .. import storage
 if TYPE_CHECKING:
     from ..config import TrainingConfig
 
-# In every checkpoint, written last: {"step", "files": sizes, "checksums", "run": its id, "denoiser": its config}.
+# In every checkpoint, written last: {"step", "files": sizes, "checksums", "run": its id}. Deleted from a damaged one.
 PROGRESS = "progress.json"
-DAMAGED = "damaged.json"  # in a checkpoint that is not used any more: why
 BEST = "best"  # in a run's folder: a copy of its best checkpoint
 RESUME = "resume.json"  # in a run's folder: where the current group of workers resumes
 ID = "id.json"  # in a run's folder: see `run_id`
@@ -76,8 +75,7 @@ def is_checkpoint(folder: str) -> bool:
 def find_corruption(checkpoint_uri: str) -> str | None:
     """Why a checkpoint folder is not complete, in a few words; None if it is.
 
-    `last_sound` also reads the bytes; it marks a damaged checkpoint with `damaged.json`, which this function then
-    reports.
+    `last_sound` also reads the bytes.
     """
     try:
         progress = read_progress(checkpoint_uri)
@@ -89,10 +87,6 @@ def find_corruption(checkpoint_uri: str) -> str | None:
     if numbers and numbers[0] != progress["step"]:
         return f"its {PROGRESS} says step {progress['step']}"
     sizes = storage.sizes(checkpoint_uri)
-    if DAMAGED in sizes:
-        unknown = {"why": f"its {DAMAGED} is damaged"}
-        uri = storage.join(checkpoint_uri, DAMAGED)
-        return storage.read_json(uri, otherwise=lambda _: unknown, shape={"why": str})["why"]
     for name, size in progress["files"].items():
         if name not in sizes:
             return f"its file {name} is missing"
@@ -146,9 +140,9 @@ def last_complete(run_uri: str) -> str | None:
 def last_sound(run_uri: str) -> tuple[str | None, dict[str, str]]:
     """`(URI of the newest intact checkpoint or None, {name of a newer one: why it cannot be used})`.
 
-    A damaged checkpoint is marked, so that `find_corruption` reports the damage without reading the bytes again. One
-    that cannot be read now is not marked, as it may be read later. Raises OSError if no other one is left, and
-    ValueError for a checkpoint of another run.
+    A damaged checkpoint loses its `progress.json`, so that it is not complete any more. One that cannot be read now
+    keeps it, as it may be read later. Raises OSError if no other one is left, and ValueError for a checkpoint of
+    another run.
     """
     problems, unread = {}, None
     for uri in list_checkpoints(run_uri):
@@ -160,8 +154,8 @@ def last_sound(run_uri: str) -> tuple[str | None, dict[str, str]]:
                 raise ValueError(f"{uri} is of another run: move it elsewhere, or give it to a new run as init_from.")
             if (why := find_damage(uri)) is None:
                 return uri, problems
-            storage.write_json(storage.join(uri, DAMAGED), {"why": why})
             problems[name] = why
+            storage.delete(storage.join(uri, PROGRESS))
         except OSError as error:
             unread, problems[name] = error, f"it cannot be read: {error}"
     if unread:
@@ -228,15 +222,6 @@ def find_checkpoint(given: str, runs_uri: str) -> str:
         steps = ", ".join(map(str, sorted(by_step)))
         raise ValueError(f"init_from={given!r}: {uri} has no complete checkpoint of that step, but of {steps}.")
     return by_step[step]
-
-
-def keep_as_best(run_uri: str, folder: str, name: str) -> None:
-    """Copy a checkpoint to its run's `best/`, then delete the earlier best checkpoint."""
-    best_uri = storage.join(run_uri, BEST)
-    storage.copy_folder(folder, storage.join(best_uri, name))
-    for uri in list_checkpoints(best_uri):
-        if storage.name(uri) != name:
-            storage.delete(uri)
 
 
 def choose_resume_point(run_uri: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..latents import schema
 from ..latents.manifest import DataSets, Manifest
 from ..latents.parquet import write_table
 from ..latents.plan import Plan, load_plan, plan_run
-from ..latents.read import IsExcluded, join_blocks, latents_dataset, worker_units
+from ..latents.read import join_blocks, latents_dataset, worker_units
 from . import run_folder
 
 if TYPE_CHECKING:
@@ -41,15 +41,13 @@ class StepSource:
         config: of the run.
         stream: `stream(plan, first_step, end_step)` returns the plan's blocks of these steps as a Ray dataset; None:
             `latents_dataset`.
-        is_excluded: `is_excluded(ids)` returns (B,) bool: the rows of stored latents to mask; None: no row.
 
     Attributes:
         end_step: the run's last step.
     """
 
-    def __init__(self, config: TrainingConfig, stream: Stream | None = None, is_excluded: IsExcluded | None = None):
-        self.stream = stream or functools.partial(latents_dataset, is_excluded=is_excluded)
-        self.config, self.end_step = config, config.max_steps
+    def __init__(self, config: TrainingConfig, stream: Stream | None = None):
+        self.config, self.stream, self.end_step = config, stream or latents_dataset, config.max_steps
         self.rejected: list[pa.Table] = []
 
     @functools.cached_property
@@ -60,7 +58,17 @@ class StepSource:
     @property
     def datasets(self) -> dict[str, Callable[[], ray.data.Dataset]]:
         """For `TorchTrainer(datasets=...)`."""
-        return {"train": functools.partial(from_resume_point, self.config, self.data, self.stream)}
+        return {"train": self.from_resume_point}
+
+    def from_resume_point(self) -> ray.data.Dataset:
+        """The blocks of the run from the step at which it resumes.
+
+        Ray Train calls it for each group of workers, before the group starts. So the checkpoint is chosen here, and the
+        workers read the choice (`resume_point`).
+        """
+        step = run_folder.choose_resume_point(self.config.run_uri)["step"]
+        plan = load_plan(self.data, self.config)
+        return join_blocks(self.stream(plan, step, self.end_step), plan, self.data.row_bytes)
 
     def start(self) -> Manifest:
         """The manifest of the data. Call it before building the model: Ray Data starts its processes in parallel."""
@@ -122,13 +130,3 @@ class StepSource:
             name = f"{step:09d}-{ray.train.get_context().get_world_rank():05d}.parquet"
             write_table(storage.join(self.config.run_uri, "rejects", name), pa.concat_tables(self.rejected))
             self.rejected = []
-
-
-def from_resume_point(config: TrainingConfig, data: DataSets, stream: Stream) -> ray.data.Dataset:
-    """The blocks of a run from the step at which it resumes; the arguments are those of `StepSource`.
-
-    Ray Train calls it for each group of workers, before the group starts. So the checkpoint is chosen here, and the
-    workers read the choice (`StepSource.resume_point`).
-    """
-    step, plan = run_folder.choose_resume_point(config.run_uri)["step"], load_plan(data, config)
-    return join_blocks(stream(plan, step, config.max_steps), plan, data.row_bytes)

@@ -7,13 +7,13 @@ import dataclasses
 import importlib.metadata
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from .. import storage
 from ..config import TrainingConfig, refuse_change
 from ..encode import models
 from ..latents.manifest import DataSets
-from ..latents.plan import Plan, plan_run
+from ..latents.plan import plan_run
 from ..model import denoisers
 from . import checkpoint, metrics, run_folder
 
@@ -21,11 +21,6 @@ SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpo
 SNAPSHOT_SHAPE = {"checkpoint_results": [{"checkpoint_dir_name": str}]}
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "pyarrow", "numpy")
 Check = Callable[[TrainingConfig, DataSets], Iterable[str]]  # sentences about what does not fit
-
-
-class Guard(Protocol):
-    def check(self) -> None:
-        """Raises if another driver uses the run."""
 
 
 # ---- derive
@@ -178,14 +173,16 @@ def check_same_data(config: TrainingConfig, before: list[dict], now: list[dict])
 # ---- open
 
 
-def open_run(config: TrainingConfig, checks: Sequence[Check] = CHECKS, guard: Guard | None = None) -> DataSets:
+def open_run(
+    config: TrainingConfig, checks: Sequence[Check] = CHECKS, guard: Callable[[], None] = lambda: None
+) -> DataSets:
     """Check a run and prepare it for `trainer.fit()`; returns the data sets that it trains on.
 
     Deletes unusable checkpoints and prints which. Writes `config.json`.
 
     Args:
         checks: see `refuse`.
-        guard: asked before anything is changed; None: nobody else trains under this name.
+        guard: called before anything is changed; raises if another driver uses the run.
 
     Raises ValueError for what the checks find, and if a fixed parameter or the data of an earlier run has changed.
     """
@@ -195,8 +192,7 @@ def open_run(config: TrainingConfig, checks: Sequence[Check] = CHECKS, guard: Gu
     if earlier := read_earlier(config):
         check_resume(config, earlier["parameters"], earlier.get("denoiser"))
         check_same_data(config, earlier["data"], described)
-    if guard:
-        guard.check()
+    guard()
     for sentence in reconcile_checkpoints(config.run_uri):
         print(sentence)
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
@@ -204,7 +200,6 @@ def open_run(config: TrainingConfig, checks: Sequence[Check] = CHECKS, guard: Gu
         "parameters": config.to_dict(),
         "denoiser": denoisers.load_denoiser_config(config.unet_config),
         "data": described,
-        "shapes": describe_shapes(plan_run(data, config)),
         "versions": {"python": platform.python_version(), **versions},
     }
     storage.write_json(storage.join(config.run_uri, "config.json"), content)
@@ -243,7 +238,7 @@ def reconcile_checkpoints(run_uri: str) -> list[str]:
     older = names[names.index(storage.name(resume_from)) + 1 :] if resume_from else []
     for name in {*unusable.keys() & folders.keys(), *set(older).difference(listed)}:
         storage.delete(folders[name])
-    return run_folder.describe_problems(problems | unusable, resume_from)
+    return run_folder.describe_problems(unusable | problems, resume_from)
 
 
 def describe_data(data: DataSets) -> list[dict]:
@@ -252,17 +247,4 @@ def describe_data(data: DataSets) -> list[dict]:
     return [
         {"proportion": data.proportions[uri], **{name: getattr(manifest, name) for name in names}}
         for uri, manifest in data.manifests.items()
-    ]
-
-
-def describe_shapes(plan: Plan) -> list[dict]:
-    """One dict for each shape: {"shape": images' size, "rows", "steps" per epoch, "left_over": rows not used}."""
-    return [
-        {
-            "shape": "x".join(map(str, shape.latents.size)),
-            "rows": shape.num_rows,
-            "steps": int(steps),
-            "left_over": shape.num_rows - int(steps) * plan.batch_rows,
-        }
-        for shape, steps in zip(plan.shapes, plan.shape_steps, strict=True)
     ]

@@ -125,8 +125,8 @@ def to_tensor(values: np.ndarray) -> torch.Tensor:
     return copy.pin_memory() if torch.cuda.is_available() else copy
 
 
-def choose_kernels(config: TrainingConfig) -> None:
-    """Apply `attention` and `deterministic` to the whole process.
+def choose_kernels(attention: str, deterministic: bool) -> None:
+    """Apply a config's `attention` and `deterministic` to the whole process.
 
     `deterministic` allows only operations that give the same bits each time; others raise. cuBLAS gets workspaces of a
     fixed size: call this function before the first matrix product on the GPU. cuDNN does not choose convolutions by
@@ -143,16 +143,16 @@ def choose_kernels(config: TrainingConfig) -> None:
 
     The H200 resumed with `deterministic`: 40 of 40 losses were bit-equal (tests/benchmarks/README.md).
     """
-    if config.deterministic:
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.deterministic)
+    torch.use_deterministic_algorithms(deterministic)
     # Plain matrix products compute what the chosen kernel does not take.
-    kernel = "plain" if config.deterministic else config.attention
+    kernel = "plain" if deterministic else attention
     cuda.enable_cudnn_sdp(kernel in ("auto", "cudnn"))
     cuda.enable_flash_sdp(kernel in ("auto", "flash"))
     cuda.enable_mem_efficient_sdp(kernel in ("auto", "efficient"))
     # Caches of compiled graphs would not ask which kernel was chosen.
-    torch.compiler.config.cache_key_tag = config.attention
+    torch.compiler.config.cache_key_tag = attention
 
 
 def training_schedule(
@@ -184,7 +184,7 @@ class TrainStep:
         profile_span: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
         auxiliary: Sequence[AuxiliaryLoss] = (),
     ):
-        choose_kernels(config)
+        choose_kernels(config.attention, config.deterministic)
         self.config, self.device, self.profile_span = config, torch.device(device), profile_span
         self.manifest, mask_L = manifest, manifest.empty_mask
         self.empty_LD = torch.from_numpy(manifest.empty_caption.astype(np.float32)).to(self.device)

@@ -65,7 +65,7 @@ def encoded(num_rows, **changes):
 def aligned(training, channels, given):
     """The training with REPA's loss."""
     config, block = training.config, default_block(training.config.unet_config)
-    width, _ = block_output(config, training.manifest, training.manifest.latents(RESOLUTION), block)
+    width, _ = block_output(config.unet_config, training.manifest, training.manifest.latents(RESOLUTION), block)
     torch.manual_seed(config.seed)
     projection = Projection(width, 256, channels)
     loss = AuxiliaryLoss("repa", projection, block, given.weight, given.end_step or None)

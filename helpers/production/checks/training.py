@@ -20,7 +20,7 @@ from ...config import TrainingConfig, first_difference
 from ...distributed import COMPILED_SHAPES
 from ...latents.manifest import DataSets, read_segments
 from ...latents.parquet import MEND
-from ...latents.plan import plan_run
+from ...latents.plan import Plan, plan_run
 from ...model import denoisers, diffusion
 from ...train import checkpoint, run_folder, start
 from ..extras.repa import repa_fits
@@ -106,7 +106,7 @@ def denoiser_is_supported(config: TrainingConfig, data: DataSets) -> Iterator[st
 
 def encoders_fit(config: TrainingConfig, data: DataSets) -> Iterator[str]:
     """A sentence if the denoiser's pipeline does not take the data's encoders."""
-    adapter = denoisers.ADAPTERS[denoisers.load_denoiser_config(config.unet_config)["_class_name"]]
+    adapter = denoisers.find_adapter(config.unet_config)
     for uri, manifest in data.manifests.items():
         padded, unfit = not manifest.embeddings.ragged, []
         vae, text_encoder = f"vae_model={manifest.vae_model!r}", f"text_encoder_model={manifest.text_encoder_model!r}"
@@ -320,7 +320,7 @@ def notes(config: TrainingConfig, data: DataSets) -> Iterator[str]:
             f"warmup_steps={config.warmup_steps} is not less than max_steps={config.max_steps}: the learning rate only "
             "rises. Fewer warm-up steps in a new run let it fall."
         )
-    shapes = start.describe_shapes(plan_run(data, config))
+    shapes = describe_shapes(plan_run(data, config))
     for shape in shapes:
         if not shape["steps"]:
             yield (
@@ -332,3 +332,16 @@ def notes(config: TrainingConfig, data: DataSets) -> Iterator[str]:
             f"compile_unet=True compiles for {COMPILED_SHAPES} shapes, and the data has {len(shapes)}: later shapes "
             "run as without it. Encode with fewer aspect_ratios."
         )
+
+
+def describe_shapes(plan: Plan) -> list[dict]:
+    """One dict for each shape: {"shape": images' size, "rows", "steps" per epoch, "left_over": rows not used}."""
+    return [
+        {
+            "shape": "x".join(map(str, shape.latents.size)),
+            "rows": shape.num_rows,
+            "steps": int(steps),
+            "left_over": shape.num_rows - int(steps) * plan.batch_rows,
+        }
+        for shape, steps in zip(plan.shapes, plan.shape_steps, strict=True)
+    ]

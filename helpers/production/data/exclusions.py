@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,17 +22,20 @@ from ... import storage
 from ...config import TrainingConfig
 from ...latents import held_out, schema
 from ...latents.manifest import read_manifest
-from ...latents.parquet import open_parquet, read_parquet
+from ...latents.parquet import open_parquet, read_parquet, write_table
+from ...latents.plan import RowRange, Source
+from ...latents.read import KEEP, ReadRows
 from ...train.extra import Extra
 
 COLUMNS = schema.ID, "sha256"  # of a Parquet file; the first that it has is read
 SEARCHED_FILES = 10_000
+IsExcluded = Callable[[pa.ChunkedArray], np.ndarray]  # ids -> (B,) bool: the rows that must not be used
 _lock = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
 class Exclusions(Extra):
-    """A list of excluded rows: `is_excluded` goes to `stages.transform(excluded=...)` and to the source of steps.
+    """A list of excluded rows: `is_excluded` goes to `stages.transform(excluded=...)` and to `features.stored_stream`.
 
     The driver reads the file and pins its SHA-256. Other processes read it once, and refuse another content. Of each
     entry they keep a hash of 8 bytes: two texts have the same hash with a probability of 2**-64.
@@ -102,9 +105,26 @@ class Exclusions(Extra):
 
     def on_driver(self, config: TrainingConfig) -> contextlib.AbstractContextManager:
         self.check_found(config.proportions)
-        if self.uri:  # before anything else reads the run's held-out rows
-            held_out.of_run(config.run_uri, config.proportions, config.largest_resolution, self.is_excluded)
+        if self.uri:
+            self.drop_held_out(config)
         return contextlib.nullcontext()
+
+    def drop_held_out(self, config: TrainingConfig) -> None:
+        """Take the listed rows out of the run's copy of its held-out rows."""
+        rows = held_out.of_run(config.run_uri, config.proportions, config.largest_resolution)
+        if rows is not None and (excluded_B := self.is_excluded(rows[schema.ID])).any():
+            uri = storage.join(config.run_uri, held_out.FOLDER, held_out.COPY)
+            write_table(uri, rows.filter(pa.array(~excluded_B)))
+
+
+def mask(read: ReadRows, is_excluded: IsExcluded) -> ReadRows:
+    """The same reader, with the column `keep`: False for excluded rows. It is a `wrap` of `read.latents_dataset`."""
+    return functools.partial(read_masked, read=read, is_excluded=is_excluded)
+
+
+def read_masked(row_ranges: list[RowRange], source: Source, *, read: ReadRows, is_excluded: IsExcluded) -> pa.Table:
+    rows = read(row_ranges, source)
+    return rows.append_column(KEEP, pa.array(~is_excluded(rows[schema.ID])))
 
 
 def read_ids(uri: str) -> pa.ChunkedArray:

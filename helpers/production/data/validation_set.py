@@ -15,8 +15,7 @@ from ...config import TrainingConfig, refuse_change
 from ...latents import schema
 from ...latents.held_out import groups_with
 from ...latents.manifest import MANIFEST, Manifest, read_manifest
-from ...latents.order import RowRange
-from ...latents.plan import read_files
+from ...latents.plan import RowRange, read_files
 from ...latents.read import read_repeatedly, read_row_ranges, take_ahead
 
 GROUPS_AHEAD = 2  # row groups that are read while another one is computed

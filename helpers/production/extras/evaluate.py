@@ -72,8 +72,8 @@ class Evaluate(Extra):
         options = {"num_cpus": 0, "max_retries": -1}
         return {"validation_config": ray.train.ValidationConfig(fn, ray_remote_kwargs=options)}
 
-    def is_due(self, config: TrainingConfig, step: int) -> bool:
-        return step % self.every == 0 or step == config.max_steps
+    def is_due(self, step: int, max_steps: int) -> bool:
+        return step % self.every == 0 or step == max_steps
 
 
 # ---- by the trainers
@@ -90,11 +90,11 @@ class LossesBetweenSteps(Hook):
     run: Run
 
     def wants_checkpoint(self, step: int) -> bool:
-        return self.evaluate.is_due(self.run.config, step)
+        return self.evaluate.is_due(step, self.run.config.max_steps)
 
     def before_checkpoint(self, step: int) -> dict[str, Any]:
         config, train_step = self.run.config, self.run.train_step
-        if not self.evaluate.is_due(config, step):
+        if not self.evaluate.is_due(step, config.max_steps):
             return {}
         if step == config.max_steps or has_spare_gpu(train_step.device, config.training_accelerator_type):
             return {"validation": True}
@@ -135,11 +135,11 @@ def validate(
     if has_losses:
         result, uri = results.read_result(run_uri, step), storage.join(run_uri, storage.name(saved.path))
         if not lost and run_folder.find_corruption(uri) is None and results.is_best(run_uri, result, evaluate.best_by):
-            run_folder.keep_as_best(run_uri, uri, storage.name(uri))
+            results.keep_as_best(run_uri, uri, storage.name(uri))
         return result
     if lost:
         return results.note(run_uri, step, skipped="its checkpoint could not be uploaded")
-    if (newest := newest_due(evaluate, config)) > step:
+    if (newest := newest_due(evaluate, run_uri, config.max_steps)) > step:
         skipped = f"the checkpoint of step {newest} is newer and is evaluated instead"
         return results.note(run_uri, step, skipped=skipped)
     options = {"num_cpus": 1, "max_retries": 0}
@@ -158,11 +158,11 @@ def validate(
     return results.note(run_uri, step, failed={"evaluation": reason})
 
 
-def newest_due(evaluate: Evaluate, config: TrainingConfig) -> int:
+def newest_due(evaluate: Evaluate, run_uri: str, max_steps: int) -> int:
     """The step of the run's newest complete checkpoint that is due for evaluation; 0 without one."""
-    for uri in run_folder.list_checkpoints(config.run_uri):
+    for uri in run_folder.list_checkpoints(run_uri):
         step = run_folder.step_of_name(uri)
-        if evaluate.is_due(config, step) and run_folder.find_corruption(uri) is None:
+        if evaluate.is_due(step, max_steps) and run_folder.find_corruption(uri) is None:
             return step
     return 0
 

@@ -47,7 +47,9 @@ class Repa(Extra):
         uri = next(iter(config.proportions))
         column, *_ = features.columns_of(uri, manifest, config.image_encoder_model)
         block = self.block or default_block(config.unet_config)
-        channels, _ = block_output(config, manifest, manifest.latents_at(config.largest_resolution)[0], block)
+        channels, _ = block_output(
+            config.unet_config, manifest, manifest.latents_at(config.largest_resolution)[0], block
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             projection = Projection(channels, self.width, column.shape[0])
@@ -92,11 +94,11 @@ def default_block(unet_config: str) -> str:
     return "mid_block" if "mid_block" in names else names[len(names) // 3]
 
 
-def block_output(config: TrainingConfig, manifest: Manifest, latents: schema.ColumnSpec, block: str) -> tuple[int, int]:
+def block_output(unet_config: str, manifest: Manifest, latents: schema.ColumnSpec, block: str) -> tuple[int, int]:
     """`(channels, positions)` of a block's output for one row of latents, from shapes alone."""
     kept = []
     with torch.device("meta"), torch.no_grad():
-        denoiser = denoisers.build_denoiser(config.unet_config)
+        denoiser = denoisers.build_denoiser(unet_config)
         denoiser.get_submodule(block).register_forward_hook(lambda module, arguments, output: kept.append(output))
         length = manifest.embeddings.shape[0]
         mask_BL = torch.ones(1, length, dtype=torch.bool) if manifest.embeddings.ragged else None
@@ -130,7 +132,7 @@ def repa_fits(config: TrainingConfig, data: DataSets) -> Iterator[str]:
         stored = {column.name: column for column in features.columns_of(uri, manifest, model)}
         for latents in (spec for resolution in config.resolutions for spec in manifest.latents_at(resolution)):
             column = stored[latents.name.replace(schema.LATENTS, schema.FEATURES)]
-            _, positions = block_output(config, manifest, latents, block)
+            _, positions = block_output(config.unet_config, manifest, latents, block)
             height, width = column.shape[1:]
             if positions != height * width:
                 yield (

@@ -4,7 +4,7 @@ Keys of a file; an evaluation has those that apply to it:
 
 - `step`: of the checkpoint.
 - `validation_loss`, `unweighted`, `loss_by_noise` ({timestep: unweighted loss}), `rows`: see
-  `helpers.evaluate.held_out_losses`.
+  `scores.held_out_losses`.
 - `validation_set_loss`, ...: the same four for a `validation_uri`, which is `validation_set_uri`.
 - `prompts`: the number of images drawn.
 - `clip_score`, `cmmd`, `agreement`, `agreement_by_attribute`: if they were asked for.
@@ -24,6 +24,7 @@ import pandas as pd
 from PIL import Image
 
 from ... import storage
+from ...train import run_folder
 
 HIGHER_IS_BETTER = {"clip_score", "agreement"}  # values of `best_by`; for the others, the lowest is best
 
@@ -115,6 +116,15 @@ def is_best(run_uri: str, result: dict[str, Any], best_by: str) -> bool:
     values = [other[best_by] for other in others if other.get(best_by) is not None]
     best = max if best_by in HIGHER_IS_BETTER else min
     return best([result[best_by], *values]) == result[best_by]
+
+
+def keep_as_best(run_uri: str, folder: str, name: str) -> None:
+    """Copy a checkpoint to its run's `best/`, then delete the earlier best checkpoint."""
+    best_uri = storage.join(run_uri, run_folder.BEST)
+    storage.copy_folder(folder, storage.join(best_uri, name))
+    for uri in run_folder.list_checkpoints(best_uri):
+        if storage.name(uri) != name:
+            storage.delete(uri)
 
 
 class ResultsReader:

@@ -27,7 +27,7 @@ from ...config import TrainingConfig
 from ...distributed import rank, world_size
 from ...encode import encoder, models
 from ...encode.models import TINY_CLIP, TINY_SD
-from ...evaluate import held_out_losses
+from ...evaluate import Rows, losses_by_noise
 from ...latents import held_out, schema
 from ...latents.manifest import DataSets, Manifest
 from ...model.denoisers import build_denoiser
@@ -107,7 +107,7 @@ def evaluate_checkpoint(saved: ray.train.Checkpoint, evaluate: Evaluate, config:
             compute_in_bf16(denoiser)
         result = evaluate_denoiser(denoiser, evaluate, config, run_folder.step_of(folder))
         if results.is_best(config.run_uri, result, evaluate.best_by):
-            run_folder.keep_as_best(config.run_uri, folder, storage.name(saved.path))
+            results.keep_as_best(config.run_uri, folder, storage.name(saved.path))
     return result
 
 
@@ -145,9 +145,9 @@ def evaluate_denoiser(
 
     images = attempt("drawing", lambda: draw(denoiser, manifest, prompts, evaluate, config)) if prompts else None
     if images:
-        save_grid(images, prompts, config, step)
+        save_grid(images, prompts, storage.join(config.run_uri, "evaluation", f"{step:09d}"))
         result["prompts"] = len(prompts)
-        for name, measure in measures(images, prompts, rows, manifest, evaluate, config).items():
+        for name, measure in measures(images, prompts, rows, manifest, evaluate, config.run_uri).items():
             result |= attempt(name, measure) or {}
     result["seconds"] = round(time.perf_counter() - started, 3)
     results.write_result(config.run_uri, result)
@@ -178,6 +178,18 @@ def losses(
     return found
 
 
+def held_out_losses(
+    denoiser: torch.nn.Module, manifest: Manifest, rows: Rows | None, config: TrainingConfig
+) -> dict[str, Any]:
+    """{"validation_loss", "unweighted", "rows", "loss_by_noise"}, see `losses_by_noise`; {} if no rows are held out."""
+    if rows is None:
+        return {}
+    found = losses_by_noise(denoiser, manifest, rows, config)
+    loss, unweighted = found[:, 1:].mean(axis=0).tolist()
+    by_noise = {str(int(timestep)): value for timestep, value in found[:, [0, 2]].tolist()}
+    return {"validation_loss": loss, "unweighted": unweighted, "rows": rows.num_rows, "loss_by_noise": by_noise}
+
+
 def draw(
     denoiser: torch.nn.Module, manifest: Manifest, prompts: list[str], evaluate: Evaluate, config: TrainingConfig
 ) -> list[np.ndarray]:
@@ -190,9 +202,9 @@ def draw(
     return sample.generate(pipeline, prompts, resolution=config.largest_resolution, **options)
 
 
-def save_grid(images: list[np.ndarray], prompts: list[str], config: TrainingConfig, step: int) -> None:
-    """Write the first images to `evaluation/{step}/`: `00.png`, ..., together `grid.png`, and `prompts.json`."""
-    uri, shown = storage.join(config.run_uri, "evaluation", f"{step:09d}"), images[:GRID]
+def save_grid(images: list[np.ndarray], prompts: list[str], uri: str) -> None:
+    """Write the first images to a folder: `00.png`, ..., together `grid.png`, and `prompts.json`."""
+    shown = images[:GRID]
     blank = [np.zeros_like(shown[0])] * (-len(shown) % min(4, len(shown)))
     padded = [*shown, *blank]
     rows = [np.concatenate(padded[start : start + 4], axis=1) for start in range(0, len(padded), 4)]
@@ -207,7 +219,7 @@ def measures(
     rows: pa.Table | None,
     manifest: Manifest,
     evaluate: Evaluate,
-    config: TrainingConfig,
+    run_uri: str,
 ) -> dict[str, Callable[[], dict[str, Any]]]:
     """{name of a score: function that computes it}, of the scores that `evaluate` asks for."""
     clip = functools.cache(lambda: CLIP(evaluate.clip_model, find_device()))
@@ -221,7 +233,9 @@ def measures(
     if uses_clip(evaluate.clip_model, manifest):
         found["clip_score"] = lambda: {"clip_score": clip_score(embedded(), clip().texts(prompts))}
         if rows is not None:
-            found["cmmd"] = lambda: {"cmmd": cmmd(embedded(), embed_held_out(clip(), rows, manifest, evaluate, config))}
+            name = f"held-out-{zlib.crc32(evaluate.clip_model.encode()):08x}.npy"
+            uri = storage.join(run_uri, held_out.FOLDER, name)
+            found["cmmd"] = lambda: {"cmmd": cmmd(embedded(), embed_held_out(clip(), rows, manifest, uri))}
     return found
 
 
@@ -230,22 +244,18 @@ def uses_clip(clip_model: str | None, manifest: Manifest) -> bool:
     return bool(clip_model) and (clip_model != TINY_CLIP or manifest.vae_model == TINY_SD)
 
 
-def embed_held_out(
-    clip: CLIP, rows: pa.Table, manifest: Manifest, evaluate: Evaluate, config: TrainingConfig
-) -> np.ndarray:
-    """(n, d) embeddings of the held-out rows' images, cached in the run's `validation/`."""
-    name = f"held-out-{zlib.crc32(evaluate.clip_model.encode()):08x}.npy"
-    uri, images = storage.join(config.run_uri, held_out.FOLDER, name), []
-    if storage.exists(uri):
-        return np.load(io.BytesIO(storage.read_bytes(uri)))
-    vae = encoder.load_vae(manifest.vae_model).to(find_device())
-    for spec in manifest.latents_at(config.largest_resolution):
-        if spec.name in rows.column_names:
+def embed_held_out(clip: CLIP, rows: pa.Table, manifest: Manifest, cache_uri: str) -> np.ndarray:
+    """(n, d) embeddings of the held-out rows' images, cached in a file."""
+    if storage.exists(cache_uri):
+        return np.load(io.BytesIO(storage.read_bytes(cache_uri)))
+    vae, images = encoder.load_vae(manifest.vae_model).to(find_device()), []
+    for spec in manifest.columns:
+        if spec.resolution and spec.name in rows.column_names:
             moments, valid = spec.decode(rows[spec.name])
             images += list(sample.reconstruct(vae, moments[np.asarray(valid)]))
     embedded, file = clip.images(images), io.BytesIO()
     np.save(file, embedded)
-    storage.write_bytes(uri, file.getvalue())
+    storage.write_bytes(cache_uri, file.getvalue())
     return embedded
 
 

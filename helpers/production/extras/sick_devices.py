@@ -59,7 +59,7 @@ def check_links(device: torch.device) -> str | None:
 class SickDevices(Extra):
     """Checks the device and the links of each worker, for a second on a GPU."""
 
-    def check(self, config: TrainingConfig, device: torch.device) -> str | None:
+    def check(self, run_uri: str, device: torch.device) -> str | None:
         """A sentence if a device or link of any worker computes wrongly; the sick worker raises RuntimeError.
 
         The sick workers' machines are excluded. Ray Train then starts the group again, on other machines or with fewer
@@ -72,8 +72,8 @@ class SickDevices(Extra):
             "text": f"{device} of {socket.gethostname()} (worker {distributed.rank()}) {text}",
             "node": ray.get_runtime_context().get_node_id(),
         }
-        everyone = distributed.gather_objects(found)
-        sick = ray.train.collective.broadcast_from_rank_zero(everyone and exclude(config.run_uri, everyone))
+        everyone = distributed.gather_objects(found, distributed.new_cpu_group())
+        sick = ray.train.collective.broadcast_from_rank_zero(everyone and exclude(run_uri, everyone))
         if distributed.rank() in (sick or ()):
             raise RuntimeError(f"{found['text']}: this machine is excluded, and the run goes on without it.")
         return None if sick is None else "A worker's device or link computes wrongly: the workers are started again."

@@ -173,7 +173,6 @@ def test_a_job_stores_what_its_encoders_give_and_units_hold_it(model, tmp_path, 
     made, rows, config = encode(config_of(model(vae, text), **raw, **options))
     assert made.text_cleaning == "ftfy" and made.embeddings.ragged and made.embeddings.shape == (16, WIDTH)
     assert made.vae_class == vae and made.text_encoder_class == text
-    assert made.stored_row_bytes < 1.2 * sum(len(value) for value in rows.slice(0, 1).to_pylist()[0].values())
     written = {}
     for row in rows.to_pylist():
         for text_column, column in (("caption", "caption_embeddings"), ("caption_2", "caption_embeddings_2")):

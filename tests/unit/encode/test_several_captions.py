@@ -11,7 +11,7 @@ import pytest
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.latents import schema
-from helpers.latents.order import draw_caption
+from helpers.latents.plan import draw_caption
 from helpers.latents.read import latents_reader
 from helpers.online import encode as online
 from helpers.online import prepare as prepare_online

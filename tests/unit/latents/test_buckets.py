@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from helpers import storage
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, prepare, stages
 from helpers.encode.job import Job
@@ -26,7 +25,6 @@ from helpers.production.checks import training
 from helpers.production.data.validation_set import ValidationSet
 from helpers.production.extras.meter import training_flops
 from helpers.raw import images, inputs
-from helpers.train import start
 from helpers.train.step import TrainStep, Unit
 from tests.latents import read_steps, write_job
 from tests.processes import start_ranks
@@ -183,7 +181,7 @@ def test_every_row_of_a_batch_is_trained_on(folder, encoded, resolution):
         metrics = state.step(step, units[: 1 + step % 2] if step else units)
         assert metrics["num_kept"] == (4 if step % 2 or not step else 2) and np.isfinite(metrics["loss"])
         shapes.add(units[0].moments.shape[2:])
-    assert len(shapes) == sum(one["steps"] > 0 for one in start.describe_shapes(plan)) >= 3
+    assert len(shapes) == sum(one["steps"] > 0 for one in training.describe_shapes(plan)) >= 3
 
 
 def test_validation_reads_the_held_out_rows_and_nothing_else(folder, encoded, monkeypatch):
@@ -259,7 +257,7 @@ def test_a_bucket_that_is_left_out_is_said_when_a_run_opens(folder, capsys, tmp_
     monitor.open_run(config)
     said = capsys.readouterr().out
     assert "compile_unet" not in said
-    described = storage.read_json(storage.join(config.run_uri, "config.json"))["shapes"]
+    described = training.describe_shapes(plan_run(DataSets.open(config.proportions), config))
     assert {one["shape"] for one in described} == {"64x64", "48x96", "96x48"}
     for one in described:
         sentence = f"of {one['shape']} are left out: their {one['rows']} rows"

@@ -16,8 +16,7 @@ import pytest
 from helpers.config import TrainingConfig
 from helpers.latents import schema
 from helpers.latents.manifest import DataSets, Manifest
-from helpers.latents.order import Files
-from helpers.latents.plan import plan_run
+from helpers.latents.plan import Files, plan_run
 from tests.latents import receive_steps
 
 GOLDEN = pathlib.Path(__file__).with_name("golden_plans.json")

@@ -15,9 +15,8 @@ import ray.data  # registers the extension type whose values Ray unpickles
 from helpers.config import PreprocessingConfig
 from helpers.latents import held_out, read
 from helpers.latents.manifest import write_manifest
-from helpers.latents.order import RowRange
 from helpers.latents.parquet import open_parquet, read_parquet, write_latents_file
-from helpers.latents.plan import read_files
+from helpers.latents.plan import RowRange, read_files
 from helpers.production.readers import detect
 from helpers.raw import inputs
 from tests.latents import build_segment

@@ -13,8 +13,7 @@ import ray
 from helpers.config import TrainingConfig
 from helpers.latents import read, schema
 from helpers.latents.manifest import write_manifest
-from helpers.latents.order import RowRange
-from helpers.latents.plan import read_files
+from helpers.latents.plan import RowRange, read_files
 from helpers.latents.read import (
     CHUNKS_AHEAD,
     join_blocks,
@@ -78,8 +77,7 @@ def test_the_rows_that_were_planned_are_read(latents_uri, build_latents, block_s
     travelling = dealt(plan, 2, 8)
     assert rows["id"].to_pylist() == [places[row] for _, unit in travelling for row in unit]
     assert rows["unit"].to_pylist() == np.repeat([number for number, _ in travelling], 4).tolist()
-    assert all(rows["keep"].to_pylist())
-    assert rows.column_names == ["id", "caption", "image_latents_64", "caption_embeddings", "keep", "unit"]
+    assert rows.column_names == ["id", "caption", "image_latents_64", "caption_embeddings", "unit"]
     expected = build_latents(40).take(rows["id"])
     for column in ("image_latents_64", "caption_embeddings", "caption"):
         assert rows[column].to_pylist() == expected[column].to_pylist()

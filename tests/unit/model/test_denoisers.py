@@ -321,19 +321,10 @@ def test_a_config_that_cannot_be_trained_or_sampled_is_one_sentence(tmp_path, ch
     assert message in fault and "\n" not in fault
 
 
-@pytest.mark.parametrize(
-    ("base", "changes"),
-    [
-        *((name, {}) for name in SMALL),
-        ("unet", {"cross_attention_dim": [128, 128]}),
-        ("unet", {"cross_attention_dim": 32, "encoder_hid_dim": 128}),
-    ],
-)
-def test_a_config_that_can_be_trained_and_drawn_has_no_fault_and_takes_its_captions(
-    tmp_path, padded, ragged, base, changes
-):
+@pytest.mark.parametrize("base", SMALL)
+def test_a_config_that_can_be_trained_and_drawn_has_no_fault_and_takes_its_captions(tmp_path, padded, ragged, base):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**SMALL[base], **changes}))
+    path.write_text(json.dumps(SMALL[base]))
     assert not list(find_faults(str(path)))
     manifest, rows = padded if base == "unet" else ragged
     cleaning = "ftfy" if base == "prx" else "none"

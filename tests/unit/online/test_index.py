@@ -29,7 +29,7 @@ from helpers.latents import plan as plan_module
 from helpers.latents import read as read_module
 from helpers.latents import schema
 from helpers.latents.manifest import read_manifest
-from helpers.latents.order import RowRange
+from helpers.latents.plan import RowRange
 from helpers.online import encode, index
 from helpers.online import prepare as prepare_online
 from helpers.online.config import OnlineConfig

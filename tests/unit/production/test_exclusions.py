@@ -19,7 +19,7 @@ from helpers.encode import stages
 from helpers.latents import held_out, schema
 from helpers.latents.manifest import read_manifest
 from helpers.latents.read import latents_reader
-from helpers.production.data.exclusions import Exclusions
+from helpers.production.data.exclusions import Exclusions, mask
 from helpers.production.extras import choose
 from helpers.raw import inputs
 from helpers.train.step import TrainStep, Unit
@@ -160,7 +160,7 @@ def excluding(make_list, ids):
 def received(config, listed=None, first_step=0, num_workers=1):
     """The units of two epochs' steps from `first_step` on, in order."""
     plan = plan_for(config)
-    read = latents_reader(plan, listed and listed.is_excluded)
+    read = mask(latents_reader(plan), (listed or Exclusions()).is_excluded)
     steps = receive_steps(plan, read, first_step, 2 * plan.steps_per_epoch, num_workers)
     return [rows for units in steps for rows in units.values()]
 

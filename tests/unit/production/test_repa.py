@@ -46,7 +46,7 @@ def rows(build_latents):
 
 def aligned(config, manifest, end_step=None, weight=0.5, block="mid_block"):
     """A `TrainStep` with REPA's loss."""
-    channels, _ = repa.block_output(config, manifest, manifest.latents(config.largest_resolution), block)
+    channels, _ = repa.block_output(config.unet_config, manifest, manifest.latents(config.largest_resolution), block)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         projection = repa.Projection(channels, 16, FEATURES)
@@ -168,7 +168,7 @@ def test_a_transformer_is_aligned_with_or_without_recomputed_activations():
         manifest, units = random_batch(config, num_tokens=8)
         block = repa.default_block(config.unet_config)
         assert block.startswith("blocks.")
-        _, positions = repa.block_output(config, manifest, manifest.latents(64), block)
+        _, positions = repa.block_output(config.unet_config, manifest, manifest.latents(64), block)
         generator = torch.Generator().manual_seed(0)
         units[0].features = torch.randn(4, FEATURES * positions, generator=generator).half()
         state = aligned(config, manifest, block=block)

@@ -41,7 +41,7 @@ def test_two_async_saves_with_a_step_between_each_go_on_with_the_runs_losses(
 
     def record(state):
         made = stage(state)
-        moments = made["optimizer"]["state"]["conv_in.weight"]
+        moments = made["moments"]["conv_in.weight"]
         tensors = [tensor for kind in (made["model"], made["ema"], moments) for tensor in kind.values()]
         places.append([tensor.data_ptr() for tensor in tensors])
         return made

@@ -176,19 +176,6 @@ def test_a_runs_id_stays_and_is_found_again_in_its_checkpoints(run):
     assert run_folder.run_id(str(run)) == found
 
 
-def test_weights_of_a_denoiser_with_another_config_are_refused(tmp_path):
-    """Its shapes are the same, and the weights mean something else: on resume, in an evaluation, an export."""
-    state = parts()
-    state.model.config = {"act_fn": "silu", "sample_size": 8}
-    checkpoint.async_save(str(tmp_path), state, step=2, stager=checkpoint.open_stager())()
-    changed = parts()
-    changed.model.config = {"act_fn": "gelu", "sample_size": 16}
-    with pytest.raises(ValueError, match=r"\(step 2\) was begun with act_fn='silu', not 'gelu': restore the file"):
-        checkpoint.load(str(tmp_path), changed)
-    with pytest.raises(ValueError, match="act_fn='silu', not 'gelu'"):
-        checkpoint.load_weights(str(tmp_path), changed.model)
-
-
 def test_a_run_without_a_sound_checkpoint_starts_over(run):
     for folder in run.iterdir():
         data_file(folder).write_bytes(bytes(data_file(folder).stat().st_size))
@@ -234,20 +221,9 @@ def test_code_in_a_foreign_checkpoints_entries_is_not_run(tmp_path):
     canary.unlink(missing_ok=True)
     sum_again(tmp_path / "foreign")
     wanted = {"model": {**model.state_dict(), "extra": None}}
-    with pytest.raises(DamagedCheckpoint, match="model.extra holds more than numbers and texts"):
+    with pytest.raises(DamagedCheckpoint, match="model.extra is no tensor"):
         checkpoint.read(str(tmp_path / "foreign"), wanted, no_dist=True)
     assert not canary.exists()
-
-
-def test_metadata_that_names_a_file_elsewhere_is_refused(run, tmp_path):
-    newest = run / run_folder.checkpoint_name(2, 1)
-    metadata = pickle.loads((newest / METADATA).read_bytes())
-    for stored in metadata.storage_data.values():
-        stored.relative_path = f"../{run_folder.checkpoint_name(1, 1)}/{stored.relative_path}"
-    (newest / METADATA).write_bytes(pickle.dumps(metadata))
-    sum_again(newest)
-    with pytest.raises(DamagedCheckpoint, match="names a file outside of it"):
-        checkpoint.load_weights(str(newest), torch.nn.Linear(256, 256), "model")
 
 
 def test_every_file_of_a_checkpoint_has_checksums_of_its_parts(run, monkeypatch):
