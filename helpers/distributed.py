@@ -68,15 +68,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def max_over_ranks(number: float, device: torch.device | str) -> float:
-    """The largest `number` of all ranks; `device`: the process group's."""
-    if world_size() == 1:
-        return number
-    value = torch.tensor(number, dtype=torch.float64, device=device)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
-
-
 def use_cores(workers_here: int, online: bool = False) -> None:
     """Divide this machine's cores among its workers, by PyTorch's number of threads.
 

@@ -36,7 +36,7 @@ def random_batch(
 ) -> tuple[Manifest, list[Unit]]:
     """`(manifest, units)`: a rank's part of a global batch of random latents and captions of the denoiser's shapes."""
     denoiser = load_denoiser_config(config.unet_config)
-    width = denoisers.ADAPTERS[denoiser["_class_name"]].caption_width(denoiser)
+    width = denoiser[denoisers.ADAPTERS[denoiser["_class_name"]].text_width]
     resolution, random = config.largest_resolution, np.random.default_rng(rank)
     shape = (2, denoiser["in_channels"], resolution // 8, resolution // 8)
     manifest = Manifest.of(

@@ -53,7 +53,9 @@ def time_collective(collective: str, num_bytes: int, device: torch.device | str)
             gather(tensor, part)
         tensor[0].item()  # waits for the GPU
         seconds.append(time.perf_counter() - started)
-    return 4 * count, distributed.max_over_ranks(statistics.median(seconds[1:]), device)
+    slowest = torch.tensor(statistics.median(seconds[1:]), dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return 4 * count, slowest.item()
 
 
 def bus_bandwidth(collective: str, num_bytes: int, seconds: float, ranks: int) -> float:

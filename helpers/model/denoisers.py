@@ -67,10 +67,6 @@ class Adapter:
         """The number that the sides of latents must be multiples of."""
         return config["patch_size"]
 
-    def caption_width(self, config: dict) -> int:
-        """The width of caption embeddings."""
-        return config[self.text_width]
-
     def conditions(self, timesteps_B: torch.Tensor, mask_BL: torch.Tensor | None) -> dict[str, Any]:
         """The arguments of the forward pass besides latents and captions."""
         raise NotImplementedError

