@@ -44,7 +44,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 OWN_RAY = [
     "notebooks",
     "test_nodes.py",
-    "test_profile_placement.py",
     "test_secrets.py",
     "test_access.py",
     "test_slurm.py",

@@ -49,16 +49,6 @@ def as_committed(notebook):
     return notebook
 
 
-def without_outputs(notebook):
-    """The notebook (JSON) as if it had never been executed."""
-    for name in (CHECKSUM, "widgets"):
-        notebook["metadata"].pop(name, None)
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            cell["outputs"], cell["execution_count"] = [], None
-    return notebook
-
-
 def write(notebook, path):
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 

@@ -5,7 +5,7 @@ can begin; a training run starts ten. After `start`, Ray runs this file in place
 process in which `serve` runs for a fork, which goes on as the worker, with this one's arguments, environment and files.
 Ray itself, which reads its settings when it is imported, is imported by each fork, and so is `helpers`.
 
-A Ray that a test starts in another process (notebooks, by hand, secrets, Slurm; not the drivers of `tests.faults`)
+A Ray that a test starts in another process (by hand, secrets, Slurm; not notebooks and the drivers of `tests.faults`)
 starts its workers as users do.
 """
 

@@ -94,14 +94,14 @@ def same(one, other):
 # ---- runs by processes of gloo groups
 
 
-def train_in_groups(folder, runs):
+def train_in_groups(folder, runs, build=TrainStep):
     """{name of a run: what each of its ranks found}; `runs`: {name: arguments of `run_strategy` after `folder`}."""
-    start_ranks(take_part, (str(folder), runs), nprocs=4)
+    start_ranks(take_part, (str(folder), runs, build), nprocs=4)
     ranks = [json.loads(pathlib.Path(folder, f"{rank}.json").read_text()) for rank in range(4)]
     return {name: [found[name] for found in ranks if name in found] for name in runs}
 
 
-def take_part(rank, folder, runs):
+def take_part(rank, folder, runs, build):
     """One of four processes, which take part in the runs of so many ranks."""
     torch.set_num_threads(1)
     found = {}
@@ -109,7 +109,7 @@ def take_part(rank, folder, runs):
         world = config.worker_counts[0]
         if rank < world:
             with group(folder, f"group of {name}", rank, world):
-                found[name] = run_strategy(f"{folder}/{name}", config, *rest, rank=rank, world=world)
+                found[name] = run_strategy(f"{folder}/{name}", config, *rest, rank=rank, world=world, build=build)
     pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -123,18 +123,21 @@ def group(folder, name, rank, world):
     dist.destroy_process_group()
 
 
-def run_strategy(folder, config, manifest, rows, previous=None, *, rank, world):
-    """What a rank finds; it leaves the checkpoint of step MIDDLE in `folder`. `previous`: another run's checkpoint."""
-    state = TrainStep(config, manifest)
-    drawn = build_denoiser(config.unet_config).state_dict()
-    assert all(torch.equal(whole(value), drawn[name]) for name, value in state.denoiser.named_parameters())
+def run_strategy(folder, config, manifest, rows, previous=None, *, rank, world, build):
+    """What a rank finds; it leaves the checkpoint of step MIDDLE in `folder`.
+
+    `previous`: another run's checkpoint; `build(config, manifest)`: makes a `TrainStep`.
+    """
+    state = build(config, manifest)
+    begun, drawn = dict(state.denoiser.named_parameters()), build_denoiser(config.unet_config).named_parameters()
+    assert all(torch.equal(whole(begun[name]), value) for name, value in drawn)
     lines = train(state, rows, 0, MIDDLE, rank, world)
     writing = begin_save(folder, state, MIDDLE)
     with state.averaged() as denoiser:  # between two steps, whose losses stay
         validated = validation_loss(denoiser, manifest, held_out(rows), config)
     lines += train(state, rows, MIDDLE, STEPS, rank, world)
     writing()
-    restored = TrainStep(config, manifest)
+    restored = build(config, manifest)
     step = checkpoint.load(folder, restored)
     resumed = train(restored, rows, step, STEPS, rank, world)
     same_state = same(everything(state), everything(restored))

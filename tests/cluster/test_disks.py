@@ -14,6 +14,7 @@ from helpers.lesson import captioned_shapes
 from helpers.production import monitor
 from helpers.production.checks import training
 from helpers.train import metrics, run_folder
+from helpers.train.loop import train_loop_per_worker
 from tests.faults import slow, wait_until
 from tests.pipelines import build_pipeline, fit, prepare_job, short_run
 
@@ -51,10 +52,14 @@ def test_training_on_a_full_disk_goes_on_when_there_is_room(encoded, small_disk,
         partial.extend(map(run_folder.find_corruption, run_folder.list_checkpoints(config.run_uri)))
         resize("100m")
 
+    def loop(config, **options):
+        storage.retry.__defaults__ = ((3,), "")  # seconds, once, before a checkpoint is lost
+        train_loop_per_worker(config, **options)
+
     thread = threading.Thread(target=make_room)
     thread.start()
     with monitor.monitor_run(config):
-        fit(config)
+        fit(config, loop=loop)
     thread.join()
     lost = run_folder.read_failures(config.run_uri)
     assert lost and partial == [None] and f"{config.run_uri}/checkpoint-000000020-001" in lost[0] and FULL in lost[0]

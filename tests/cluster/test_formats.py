@@ -1,90 +1,32 @@
 """The same rows in each format, read and transformed through Ray Data."""
 
-import collections
 import functools
-import io
-import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
-from helpers import storage
 from helpers.encode import job, stages
-from helpers.lesson import captioned_shapes
-from helpers.raw import filters, inputs
-from tests.raw_data import as_arrow, found, table, tar_of, write
-
-ROWS = 150
-
-
-def drawn_rows():
-    """{key: (image's bytes, caption, width)} of drawn images, a few of them spoilt."""
-    rows = {}
-    for number in range(ROWS):
-        drawn, caption = captioned_shapes.draw_sample(number)
-        data = io.BytesIO()
-        drawn.save(data, ("JPEG", "PNG", "WEBP")[number % 3])
-        spoilt = data.getvalue() if number % 40 else b"<html>"
-        rows[f"{number:05d}"] = (spoilt, caption if number % 50 else "", 32 + number)
-    return rows
-
-
-def files_of(rows, kind):
-    images, captions, widths = (list(column) for column in zip(*rows.values(), strict=True))
-    columns = pa.table({"key": list(rows), "caption": captions, "width": widths})
-    in_columns = columns.append_column("jpg", pa.array(images))
-    if kind == "webdataset":
-        ends = ("jpg", "png", "webp")
-        members = {f"{key}.{ends[n % 3]}": data for n, (key, (data, *_)) in enumerate(rows.items())}
-        members |= {f"{row['key']}.json": json.dumps(row) for row in columns.to_pylist()}
-        return {"a.tar": tar_of(dict(sorted(members.items())))}
-    beside = {f"{key}.jpg": data for key, (data, *_) in rows.items()}
-    named = columns.append_column("file_name", [list(beside)])
-    lines = "\n".join(json.dumps(row) for row in named.to_pylist())
-    return {
-        "parquet": {"a.parquet": in_columns},
-        "arrow": {"a.arrow": as_arrow(in_columns)},
-        "imagefolder": {"metadata.jsonl": lines, **beside},
-        "paths": {"rows.parquet": named, **beside},
-    }[kind]
+from helpers.raw import inputs
+from tests.raw_data import found, table, write
+from tests.unit.raw.test_kinds import FORMATS, files_of
 
 
 def test_every_format_is_read_and_transformed_alike(cluster, tmp_path):
     """The readers of all formats come to Ray's workers: the same ids, captions, pixels and reasons."""
-    rows, results = drawn_rows(), {}
-    for kind in ("parquet", "webdataset", "imagefolder", "arrow", "paths"):
-        text = "width >= 48 and caption != 'x'"
-        given = found(write(tmp_path / kind, **files_of(rows, kind)), row_filter=text, id_column="key")
-        (segment,) = job.plan_segments(given.paths, given.config)
+    rows = [{"key": f"{number:05d}", "caption": "a cat" if number % 50 else ""} for number in range(150)]
+    results = {}
+    for kind in FORMATS:
+        given = found(write(tmp_path / kind, **files_of(rows, kind)), id_column="key")
+        (segment, *others) = job.plan_segments(given.paths, given.config)
         transform = functools.partial(stages.transform, config=given.config)
         done = inputs.read_rows(segment, given.config).map_batches(transform, batch_format="pyarrow").take_all()
-        names = ("id", "caption", "reason", "pixels_32")
-        results[kind] = sorted(tuple(str(row[name]) for name in names) for row in done)
+        results[kind] = sorted(
+            tuple(str(row[name]) for name in ("id", "caption", "reason", "pixels_32")) for row in done
+        )
+        assert not others
     expected = results["parquet"]
-    assert results == dict.fromkeys(results, expected) and len(expected) == ROWS - 16
-    reasons = collections.Counter(reason for _, _, reason, _ in expected if reason)
-    assert reasons == {"not an image": 3, "empty caption": 2}
-
-
-@pytest.mark.parametrize("kind", ["parquet", "webdataset"])
-def test_a_limit_cuts_the_last_file_before_the_filter(cluster, tmp_path, kind):
-    """So read = written + rejected + filtered, whatever a filter drops."""
-    rows = drawn_rows()
-    for number in range(2):
-        half = dict(list(rows.items())[75 * number : 75 * number + 75])
-        for name, data in files_of(half, kind).items():
-            write(tmp_path / "raw", **{name.replace("a", str(number), 1): data})
-    text = "width > 40 and key != '00100'"
-    config = found(tmp_path / "raw", limit=120, row_filter=text, id_column="key").config
-    first, last = job.plan_segments(inputs.list_inputs(config)[0], config, rows_per_segment=40)
-    assert (first.rows, first.limit, last.rows, last.limit) == (75, None, 45, 45)
-    read = [row for segment in (first, last) for row in inputs.read_rows(segment, config).take_all()]
-    columns = pa.table({"key": list(rows), "width": [width for *_, width in rows.values()]})[:120]
-    kept = columns.filter(pa.array(filters.kept_rows(columns, text)))["key"].to_pylist()
-    assert sorted(row["id"] for row in read) == kept
-    assert {row["source"] for row in read} == {storage.name(path) for path in (*first.paths, *last.paths)}
-    assert set(read[0]) == {"id", "caption", "image", "error", "source", "note"}
+    assert results == dict.fromkeys(FORMATS, expected) and [row[0] for row in expected] == [row["key"] for row in rows]
+    assert [row[2] for row in expected].count("empty caption") == 3
 
 
 def test_tasks_read_each_row_group_once_and_a_file_without_any_too(tmp_path):

@@ -12,9 +12,9 @@ from helpers.config import PreprocessingConfig
 from helpers.encode import stages
 from helpers.latents import schema
 from helpers.latents.manifest import DataSets, read_segments
-from helpers.lesson import captioned_shapes, fault_injection
+from helpers.lesson import captioned_shapes
 from helpers.online.config import OnlineConfig
-from helpers.production import features, monitor
+from helpers.production import features
 from helpers.production.extras.repa import Repa
 from helpers.production.image_encoder import ImageEncoder
 from helpers.raw import inputs
@@ -98,17 +98,6 @@ def test_a_run_reads_the_stored_features_in_the_batches_of_a_run_without(stored,
     assert found["samples_crc32"].tolist() == straight["samples_crc32"].tolist()[:4]
     assert straight["repa"].iloc[-1] < straight["repa"].iloc[0] and "repa" not in found
     assert found["loss"][0] == straight["loss"][0] and (found["loss"][1:] != straight["loss"][1:4]).all()
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_bit(stored, straight):
-    config = short_run(stored[0].storage, "killed", **ALIGNED, max_failures=1)
-    with monitor.monitor_run(config), fault_injection.inject_worker_failure(config, rank=0, at_step=6):
-        fit(config)
-    found = metrics.read_metrics(config.run_uri)
-    assert found["attempt"].max() > found["attempt"].min()
-    for name in ("samples_crc32", "loss", "repa", "grad_norm"):
-        assert found[name].tolist() == straight[name].tolist()
 
 
 def test_the_same_rows_have_the_same_losses_online_as_stored(stored, transformed):

@@ -52,6 +52,8 @@ from tests.pipelines import assert_bare, encode, fit, online_stream, prepare_run
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 TRAINER = {"trainer": 1}  # one training worker a node
 ENCODER = {"accelerator_type:A10G": 1}
+# Ray Train may ask for a node once more before it knows that it is gone, and waits so many seconds for it.
+PATIENCE = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20"
 
 
 @pytest.fixture(autouse=True)
@@ -189,11 +191,12 @@ def test_ray_uses_a_node_no_more_whose_interruption_is_announced(nodes, tmp_path
 
 
 @slow
-def test_an_elastic_run_follows_the_nodes(nodes, data, tmp_path):
+def test_an_elastic_run_follows_the_nodes(nodes, data, tmp_path, monkeypatch):
     """Two workers; a node is announced to go, and goes; another one comes: the same run all the time.
 
     No checkpoint is due by itself: the one that it goes on from is that of the announcement.
     """
+    monkeypatch.setenv(*PATIENCE)
     first, second = (add_node(nodes, resources=TRAINER) for _ in range(2))
     config = run_of(data, "elastic", num_training_workers=(1, 2), max_steps=60, checkpoint_every=100)
     released = tmp_path / "released"
@@ -260,7 +263,7 @@ def loop_with_slow_upload(folder, config, **options):
 @slow
 def test_an_upload_that_outlasts_a_preempted_node_is_finished(nodes, data, tmp_path, monkeypatch):
     """By default Ray Train would end the other worker at the deadline, and the run would start over."""
-    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")  # it may ask for both nodes once more
+    monkeypatch.setenv(*PATIENCE)
     made = [add_node(nodes, resources=TRAINER) for _ in range(2)]
     extras = {"preemption": {"grace_seconds": 60}, "evaluate": None}
     config = run_of(data, "grace", num_training_workers=(1, 2), max_steps=40, checkpoint_every=100, extras=extras)
@@ -268,9 +271,9 @@ def test_an_upload_that_outlasts_a_preempted_node_is_finished(nodes, data, tmp_p
     def preempt():
         wait_until(lambda: steps_done(config) >= 3)
         (node,) = (node for node in made if node.node_id != (tmp_path / "rank 0").read_text())
-        with watched(node, "--deadline-remaining-seconds", "20") as announce:
-            announce(seconds=20)
-        deadline = time.time() + 20
+        with watched(node, "--deadline-remaining-seconds", "12") as announce:
+            announce(seconds=12)
+        deadline = time.time() + 12
         wait_until(lambda: (tmp_path / "begun 0").exists() and (tmp_path / "ended 1").exists())
         wait_until(lambda: time.time() > deadline + 2)  # only then Ray takes the loss for the one that was announced
         lose(nodes, node)
@@ -290,8 +293,7 @@ def test_an_upload_that_outlasts_a_preempted_node_is_finished(nodes, data, tmp_p
 @slow
 def test_a_run_goes_on_without_a_sick_machine(nodes, data, tmp_path, monkeypatch):
     """Ray uses the machine no more; the failure names it, and the run is that of a bare loop."""
-    # Ray Train may ask for both machines once more before it knows that one is gone.
-    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+    monkeypatch.setenv(*PATIENCE)
     well, sick = (add_node(nodes, resources=TRAINER) for _ in range(2))
     config = run_of(data, "sick-machine", num_training_workers=(1, 2), max_steps=20)
     # Ray Train may begin on the other one alone, and must not have ended before it takes the sick one too.

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 from PIL import Image
 from ray import cloudpickle
 
@@ -147,16 +146,6 @@ def test_the_data_loader_baseline_has_the_same_losses(raw, straight):
     np.testing.assert_allclose(losses, found["loss"], rtol=5e-5)  # latents are encoded in batches of another size
 
 
-def test_a_profile_tells_where_time_and_memory_go(raw, straight):
-    config = run_of(raw, "profiled")
-    found = baseline.profile(config, schema_of(config), raw, num_steps=2, warm_up=1)
-    seconds = found.phases.groupby("phase", sort=False)["seconds"].sum()
-    assert seconds.index.tolist() == ["data", "encode", "forward", "backward", "optimizer"]
-    assert seconds["encode"] > 0.05 * seconds.sum()
-    assert found.phases["step"].unique().tolist() == [1, 2]
-    assert (found.memory["gib"] > 0.05).all()
-
-
 def counting(counted):
     """An encoder class that notes each of its rows as a byte of a file."""
 
@@ -167,11 +156,6 @@ def counting(counted):
             return super().__call__(rows)
 
     return CountingEncoder
-
-
-def test_a_process_fetches_the_plan_before_it_reads(cluster):
-    shared = read.share_plan(plan_of(["a"], [[64] * 20], 8, 4, 2), range(1))
-    ray.get(ray.remote(read.fetch).remote([shared]))
 
 
 def test_units_larger_than_a_block_arrive_whole(cluster):
@@ -251,10 +235,10 @@ def test_a_slow_trainer_lets_few_chunk_numbers_wait(cluster, tmp_path, monkeypat
         units.append(block["unit"][0].as_py())
         while len(coordinator.seen(file)) < 10 + len(units) // 10:
             threading.Event().wait(0.01)
-        if len(units) == 600:
+        if len(units) == 200:
             break
     waiting, kept = ([line[name] for line in coordinator.seen(file)] for name in ("waiting", "kept"))
-    assert units == list(range(600)) and 50 < max(waiting) <= 100
+    assert units == list(range(200)) and 50 < max(waiting) <= 100
     assert kept != sorted(kept)  # it forgets what it has handed out
 
 
@@ -266,16 +250,6 @@ def test_a_run_is_not_resumed_under_another_augmentation(raw, straight, change):
         monitor.open_run(config)
     prepare_run(raw, config)
     monitor.open_run(config)
-
-
-def test_bad_pictures_are_masked_and_listed(raw, straight):
-    table = pq.read_table(raw.raw_uri)
-    bad = display.read_run_rejects(straight[0].run_uri)
-    assert len(bad) and bad["id"].is_unique and "broken image" in set(bad["reason"])
-    assert "no caption" in schema_of(straight[0]).rejected  # its columns tell: it is in no batch
-    assert set(bad["id"]) <= set(map(str, table["hash"].to_pylist()))
-    masked = np.diff(np.concatenate([[0], straight[1]["samples_seen"]]))
-    assert (masked <= 32).all() and (masked < 32).any()
 
 
 def test_a_picture_that_kills_its_process_is_masked_and_listed(cluster, tmp_path):

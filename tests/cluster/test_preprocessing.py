@@ -1,13 +1,10 @@
 """The preprocessing job on a real Ray: what is written, what is rejected, and what happens when it is run again."""
 
 import collections
-import dataclasses
-import os
 import re
 import signal
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -16,12 +13,10 @@ from helpers import storage
 from helpers.config import PreprocessingConfig
 from helpers.encode import encoder
 from helpers.encode.captions import caption_ids
-from helpers.latents.manifest import read_manifest, read_segments
-from helpers.latents.plan import read_files
 from helpers.lesson import captioned_shapes
 from helpers.raw import images
 from tests import by_hand, pipelines
-from tests.pipelines import build_pipeline, encode, prepare_job
+from tests.pipelines import build_pipeline, prepare_job
 
 ROWS = 600
 
@@ -41,29 +36,6 @@ def test_every_input_row_is_written_or_rejected_with_a_reason(finished):
     assert manifest.written == written.num_rows
     assert manifest.rejected == collections.Counter(rejected["reason"].to_pylist())
     assert set(rejected["source"].to_pylist()) <= {f"shapes-0000{number}.parquet" for number in range(3)}
-
-
-def test_the_manifest_knows_each_file_and_its_row_groups(finished):
-    config, manifest = finished
-    assert read_manifest(config.latents_uri) == manifest
-    names = [storage.name(path) for path in storage.list_files(storage.join(config.latents_uri, "data"))]
-    assert sorted(names) == sorted(read_files(config.latents_uri).names.to_pylist())
-    written = []
-    for name in read_files(config.latents_uri).names.to_pylist():
-        metadata = pq.read_metadata(f"{config.latents_uri}/data/{name}")
-        written += [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-    assert written == read_files(config.latents_uri).group_rows.tolist()
-    on_disk = storage.read_json(storage.join(config.latents_uri, "manifest.json"))
-    assert on_disk["read"] == on_disk["written"] + sum(on_disk["rejected"].values()) + on_disk["filtered"]
-
-
-def test_the_manifest_says_what_a_job_took(finished):
-    config, manifest = finished
-    on_disk = sum(os.path.getsize(path) for path in storage.list_files(f"{config.latents_uri}/data"))
-    assert manifest.work["bytes"] == on_disk and read_segments(config.latents_uri)[0]["encoders"] == 1
-    # One call of the encoder is time too.
-    assert 0 < manifest.work["encode_seconds"] <= manifest.work["encoding_seconds"] + 0.1
-    assert manifest.work["encoding_seconds"] < manifest.work["seconds"]
 
 
 def test_stored_latents_are_what_the_encoder_gives(finished):
@@ -87,23 +59,6 @@ def test_stored_latents_are_what_the_encoder_gives(finished):
         np.testing.assert_allclose(text.astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.02)
 
 
-def test_running_a_finished_job_again_writes_nothing_and_says_so(finished, capsys):
-    config, manifest = finished
-
-    def times():
-        return {path: os.stat(path).st_mtime_ns for path in storage.list_files(config.latents_uri, recursive=True)}
-
-    before = times()
-    assert encode(config) == manifest and times() == before
-    assert "Nothing to do" in capsys.readouterr().out
-
-
-def test_other_parameters_into_the_same_folder_are_refused(finished):
-    config, _ = finished
-    with pytest.raises(ValueError, match=r"was begun with resolutions=\[32, 64\], not \[64\]"):
-        encode(dataclasses.replace(config, resolutions=[64]))
-
-
 def test_an_interrupted_cell_leaves_no_actors_and_no_files(cluster, tmp_path):
     config = PreprocessingConfig(storage=str(tmp_path), resolutions=[32])
     captioned_shapes.write_data_set(config.raw_uri, 2500, rows_per_file=500)
@@ -117,22 +72,6 @@ def test_an_interrupted_cell_leaves_no_actors_and_no_files(cluster, tmp_path):
     assert storage.list_files(storage.join(config.latents_uri, "data")) == []
     # All CPUs that were free can only be had at once when no actor and no task is left.
     assert ray.get(ray.remote(num_cpus=free)(lambda: True).remote(), timeout=300)
-
-
-@pytest.mark.parametrize(
-    ("sentence", "change"),
-    [
-        ("input_uri='/no/such/folder'", {"input_uri": "/no/such/folder"}),
-        ("image_column='png'", {"image_column": "png"}),
-        ("compares values of different types", {"row_filter": "width > 'a'"}),
-    ],
-)
-def test_wrong_input_is_one_sentence(finished, tmp_path, sentence, change):
-    config, _ = finished
-    values = {"input_uri": config.raw_uri, "storage": str(tmp_path), **change}
-    with pytest.raises((ValueError, FileNotFoundError), match=sentence):
-        prepare_job(PreprocessingConfig(**values))
-    assert not storage.exists(storage.join(str(tmp_path), "latents"))
 
 
 def test_files_of_somebody_else_are_not_deleted(tmp_path):
@@ -162,13 +101,6 @@ def test_an_input_that_changed_is_refused(tmp_path):
     captioned_shapes.write_data_set(config.raw_uri, 30)
     with pytest.raises(ValueError, match="was begun with input_crc32="):
         prepare_job(config)
-
-
-def test_an_input_without_rows_is_refused(tmp_path):
-    columns = pa.schema([("hash", pa.int64()), ("caption", pa.string()), ("jpg", pa.binary())])
-    pq.write_table(columns.empty_table(), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="The input holds no rows"):
-        prepare_job(PreprocessingConfig(storage=str(tmp_path), input_uri=str(tmp_path / "a.parquet")))
 
 
 @pytest.mark.parametrize(

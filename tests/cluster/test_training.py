@@ -193,7 +193,7 @@ def test_a_second_phase_on_three_workers_is_a_bare_loop(run, data, tmp_path):
 
     assert_bare(config, prepare=load, rtol=3e-5)  # 1.06e-5 was seen after seven steps
     middle, last = results.read_results(config.run_uri)
-    assert (middle["step"], last["step"]) == (6, 12)
+    assert (middle["step"], last["step"]) == (6, 12) and "clip_score" in last and "clip_score" not in middle
     saved = run_folder.as_checkpoint(run_folder.list_checkpoints(config.run_uri)[1])
     again = scores.evaluate_checkpoint(saved, evaluate.Evaluate(prompts=[]), config)
     assert middle["validation_loss"] == pytest.approx(again["validation_loss"], rel=1e-5)
@@ -267,11 +267,7 @@ NEW = {"run_name": "new"}
 @pytest.mark.parametrize(
     ("sentence", "change"),
     [
-        ("^resolution=128 is not in .*, which holds 32, 64: choose", {**NEW, "resolution": {32: 0.5, 128: 0.5}}),
-        ("takes captions 1024 wide, and .* holds captions 128 wide", {**NEW, "unet_config": "sd2-base"}),
-        ("unet_config='huge' is unknown: choose 'tiny', 'small', 'sd2-base'", {**NEW, "unet_config": "huge"}),
         (r"=4096 is more than the rows of .* \(5.. of 32x32\)", {**NEW, "global_batch_size": 4096}),
-        ("'first' was begun with learning_rate=0.003, not 1.0", {**TWO_WORKERS, "learning_rate": 1.0}),
         ("init_from='nobody': .* holds no complete checkpoint", {**NEW, "init_from": "nobody"}),
         ("[Nn]o latents at .*/no/such/folder", {**NEW, "latents_uri": {"/no/such/folder": 1}}),
     ],
@@ -310,8 +306,3 @@ def test_prompts_are_captions_where_no_row_is_held_out(run, data, tmp_path):
     config = small(str(tmp_path), latents_uri=str(tmp_path / "online"), **none_held_out)
     prepare_run(raw, config)
     assert display.prompts_and_detector(config, 4) == (["a dog", "a cat"], None)
-
-
-def test_training_without_latents_names_the_command(tmp_path):
-    with pytest.raises(FileNotFoundError, match="papermill Preprocessing.ipynb"):
-        monitor.open_run(small(str(tmp_path)))

@@ -12,7 +12,7 @@ from tests.execute_notebooks import ROOT
 from tests.faults import slow
 from tests.pipelines import PREPROCESSING, TRAINING, defaults, profile_with_commits
 
-pytestmark = [slow, pytest.mark.usefixtures("no_shared_cluster")]
+pytestmark = [slow, pytest.mark.usefixtures("no_shared_cluster", "preloaded_kernels")]
 ONE_MACHINE = {"ray_address": "local", "use_gpu": False, "gpus_per_encoder": 0, "compile_unet": False}
 ONE_MACHINE |= dict.fromkeys(["num_encoders", "num_transform_workers", "num_training_workers", "units_per_step"], 1)
 ONE_MACHINE |= dict.fromkeys(["encoder_accelerator_type", "training_accelerator_type"])

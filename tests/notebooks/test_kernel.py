@@ -14,7 +14,7 @@ from tests.faults import slow
 from tests.notebooks.test_notebooks import code_cells
 from tests.pipelines import TRAINING, draw_and_encode
 
-SHRUNK = {"resolution": 32, "max_steps": 600, "warmup_steps": 2, "checkpoint_every": 20, "global_batch_size": 16}
+SHRUNK = {"resolution": 32, "max_steps": 400, "warmup_steps": 2, "checkpoint_every": 20, "global_batch_size": 16}
 SHRUNK |= {"extras": {"evaluate": None}, "validation_share": 0.05, "sections": ["prompt-box"]}
 
 
@@ -47,7 +47,7 @@ class Reader:
 
 
 @pytest.fixture
-def reader(tmp_path):
+def reader(preloaded_kernels, tmp_path):
     reader = Reader(tmp_path, tmp_path / TRAINING)
     yield reader
     reader.client.stop_channels()
@@ -79,9 +79,9 @@ def test_a_reader_trains_stops_goes_on_restarts_and_draws(no_shared_cluster, rea
     train, late = place.values()
     for cell in cells[:train]:
         reader.run(cell)
-    stopped = reader.run(cells[train], interrupt_at=r"run laptop: [1-5]\d\d of 600 steps")
+    stopped = reader.run(cells[train], interrupt_at=r"run laptop: [1-3]\d\d of 400 steps")
     assert re.search(r"Stopped after step \d+\. Running this cell again goes on", stopped)
-    assert "checkpoint-000000600" in reader.run(cells[train])
+    assert "checkpoint-000000400" in reader.run(cells[train])
     assert "Nothing to do" in reader.run(cells[train])
     reader.restart()
     assert "Nothing to do" in reader.run(next(cell for cell in cells if "show.catch_up()" in cell))

@@ -127,7 +127,7 @@ def run_uri(server, tmp_path, monkeypatch):
     """In a bucket of which each request is made once, and a refused copy tried again at once."""
     server.buckets.add("impatient")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr(storage, "PAUSES", (0.01,))
+    monkeypatch.setattr(storage.retry, "__defaults__", ((0.01,), ""))
     return f"s3://impatient/runs/{tmp_path.name}"
 
 

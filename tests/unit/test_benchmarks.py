@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.benchmarks import gpu_checks, gpu_encode, gpu_step, record, resume_exactness, table
+from tests.benchmarks import gpu_checks, gpu_encode, gpu_step, record, table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,19 +35,6 @@ def test_a_benchmark_of_a_gpu_runs_on_a_cpu_and_leaves_its_results(benchmark, ar
     assert found["command"] == f"python -m tests.benchmarks.{name} {arguments}"
     assert found["summary"] and found["details"]["rows"] and found["details"]["failed"] == []
     assert all(row.get("passed", True) for row in found["details"]["rows"])
-
-
-def test_a_resumed_run_is_counted_against_the_undisturbed_one():
-    """Two steps of two rows an epoch; the checkpoint is that of step 3, and step 3 was taken before the kill."""
-
-    def steps(first, *ids):
-        return {first + i: {"epoch": (first + i) // 2, "ids": rows, "dropped": 5} for i, rows in enumerate(ids)}
-
-    undisturbed = steps(0, [0, 1], [2, 3], [1, 2], [0, 3])
-    exact = resume_exactness.compare(undisturbed, undisturbed, steps(3, [0, 3]))
-    assert exact == dict.fromkeys(exact, 0) | {"resumed at step": 3, "batches": 1, "rows read again": 5}
-    again = resume_exactness.compare(undisturbed, undisturbed, steps(3, [1, 2]))
-    assert (again["batches that differ"], again["rows twice"], again["rows never"]) == (1, 2, 2)
 
 
 def test_the_table_of_results_is_what_the_files_say():

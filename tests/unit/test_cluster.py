@@ -77,16 +77,12 @@ VALIDATED = {"validates": True}
     [
         # A100s alone, or one trainer, which cannot get two kinds
         ([A100, A10G], {"training_accelerator_type": "A100"}, ""),
-        ([A100, A10G], {"num_training_workers": 1}, ""),
-        ([A100, A100], {}, ""),
         # a GPU to validate
         (
             [("A100", 2.0)],
             VALIDATED,
             "want 3 GPUs, one of them for validation, and the cluster has 2: the trainers stop",
         ),
-        ([("A100", 2.0)], {**VALIDATED, "num_training_workers": (1, 2)}, "want 3 GPUs, one of them for validation"),
-        ([("A100", 2.0)], {**VALIDATED, "num_training_workers": 1}, ""),
         ([("A100", 2.0)], {**VALIDATED, "num_training_workers": 1, "encoder_gpus": 0.5}, "want 2.5 GPUs"),
         ([("A100", 2.0)], {}, ""),
         ([("A100", 2.0), A10G], {**VALIDATED, "training_accelerator_type": "A100"}, "want 3 GPUs of kind A100, one of"),

@@ -72,24 +72,6 @@ def test_the_files_for_prometheus_and_skypilot_are_what_these_take(kind, file):
         jsonschema.validate({**file, "speck": {}}, schema)
 
 
-def test_prometheus_finds_and_reaches_the_metrics_of_all_pods():
-    (endpoint,) = MONITOR["spec"]["podMetricsEndpoints"]
-    head = KUBERAY[0]["spec"]["headGroupSpec"]
-    for group in [head, *GROUPS.values()]:
-        assert {"name": endpoint["port"], "containerPort": 8080} in container(group)["ports"]
-        assert group["template"]["metadata"]["labels"].items() >= MONITOR["spec"]["selector"]["matchLabels"].items()
-    assert [rule["ports"] for rule in POLICY["spec"]["ingress"] if "ports" in rule] == [
-        [{"port": 8265}],
-        [{"port": 8080}],
-    ]
-
-
-def test_skypilots_command_has_a_profile_of_machines_like_its_own():
-    (profile,) = re.findall(r"-f helpers/profiles/(\S+)\.yaml", SKY["run"])
-    asked = full_run.read_profile(profile)
-    assert SKY["resources"]["accelerators"] == f"{asked['training_accelerator_type']}:{asked['num_training_workers']}"
-
-
 # ---- against the profiles
 
 
@@ -129,29 +111,6 @@ def test_the_clusters_hold_the_machines_that_the_largest_profile_asks_for(role):
     assert node["max_workers"] == pods["maxReplicas"] >= most > 0
     assert "trainers" not in role or node["max_workers"] * node["resources"]["GPU"] == 128
     assert AWS["max_workers"] == sum(NODES[name]["max_workers"] for name in ROLES)
-
-
-def test_the_slurm_job_has_the_machines_of_the_profile_that_its_command_names():
-    (name,) = re.findall(r"-f helpers/profiles/(\S+)\.yaml", TEXTS["slurm.sh"])
-    jobs = re.findall(r"^#SBATCH .*--nodes=(\d+) .*--gpus-per-node=(\d+)", TEXTS["slurm.sh"], re.MULTILINE)
-    machines, gpus = [[int(number) for number in column] for column in zip(*jobs, strict=True)]
-    assert machines == list(machines_of(PROFILES[name]).values())
-    assert gpus == [NODES[role]["resources"]["GPU"] for role in machines_of(PROFILES[name])]
-    assert f"`--nodes` is what {name} asks for" in TEXTS["slurm.sh"]
-
-
-@pytest.mark.parametrize("name", [*ON_CLUSTERS, "8xa100", "8xh100"])
-def test_a_profiles_cpu_tasks_fit_the_machines_of_its_encoders(name):
-    """On AWS and in KubeRay's smaller pods: a CPU a transform, half of one an encoder, a quarter a writer."""
-    profile = PROFILES[name]
-    kinds = [
-        role for role in machines_of(profile) if role.startswith("encoders" if name in ON_CLUSTERS else "trainers")
-    ]
-    (role,) = kinds
-    machines = profile["num_encoders"] / NODES[role]["resources"]["GPU"]
-    wanted = profile["num_transform_workers"] + 0.5 * profile["num_encoders"] + 0.25 * machines
-    for cpus in (NODES[role]["resources"]["CPU"], int(container(GROUPS[role])["resources"]["limits"]["cpu"])):
-        assert wanted <= machines * cpus
 
 
 # ---- against the image and each other

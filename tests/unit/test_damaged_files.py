@@ -4,20 +4,16 @@ import errno
 import json
 import os
 import pathlib
-import re
-import types
 
 import pytest
-from torch.distributed.checkpoint.api import CheckpointException
 
 from helpers import storage
 from helpers.config import TrainingConfig
 from helpers.encode.job import finished_manifest
 from helpers.latents.manifest import read_manifest, read_segments
-from helpers.lesson.figures import read_evaluated_images
 from helpers.production import monitor
 from helpers.production.extras import results
-from helpers.train import checkpoint, run_folder, start
+from helpers.train import run_folder, start
 from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics
 from tests.unit.encode.test_job import ROWS, failing, job_of
 
@@ -43,21 +39,8 @@ def config_of(folder):
 
 READ = {
     "latents/manifest.json": (lambda uri, _: read_manifest(os.path.dirname(uri)), "run the notebook that encoded this"),
-    "latents/files.json": (
-        lambda uri, _: read_segments(os.path.dirname(uri)),
-        "run the notebook that encoded this data",
-    ),
-    "latents/segments/job.json": (
-        lambda uri, folder: job_of(folder / "latents"),
-        "give another latents_uri, or delete",
-    ),
     "runs/run/config.json": (lambda uri, folder: start.read_earlier(config_of(folder)), "delete it and train with the"),
     "runs/run/ended.json": (lambda uri, _: run_ends(uri), "delete it, and start the same command again"),
-    "runs/run/resume.json": (lambda uri, _: storage.read_json(uri), "delete it, and start the same command again"),
-    "runs/run/evaluation/000000010/prompts.json": (
-        lambda uri, folder: read_evaluated_images(f"{folder}/runs/run"),
-        "delete it, and start the same command again",
-    ),
 }
 
 
@@ -119,15 +102,6 @@ def test_a_damaged_result_or_failure_is_shown_as_that(tmp_path):
     assert run_folder.read_failures(run_uri)[1].startswith(f"{run_uri}/failures/002.json is damaged or cut short")
     run_folder.write_failure(run_uri, "worker 2: it died")
     assert run_folder.read_failures(run_uri)[2] == "worker 2: it died"
-
-
-def test_half_a_progress_json_is_a_damaged_checkpoint(tmp_path):
-    for step in (10, 30):
-        folder = f"{tmp_path}/{run_folder.checkpoint_name(step, 1)}"
-        storage.write_json(f"{folder}/{run_folder.PROGRESS}", {"step": step, "files": {}, "checksums": {}})
-    halve(f"{folder}/{run_folder.PROGRESS}")
-    assert run_folder.find_corruption(folder) == "its progress.json is damaged"
-    assert run_folder.step_of(run_folder.last_complete(str(tmp_path))) == 10
 
 
 def test_torn_lines_of_the_metrics_are_left_out_and_counted(tmp_path):
@@ -205,35 +179,3 @@ def test_metrics_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, capsys):
     disk.room = 10_000
     log.write(4, {"loss": 0.5, "num_kept": 1}, ids=[4])
     assert [json.loads(line)["step"] for line in disk.written.splitlines()] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("where", ["local", "run"])
-def test_a_checkpoint_that_does_not_fit_leaves_no_part_and_the_next_one_does(tmp_path, monkeypatch, where):
-    monkeypatch.setattr(storage, "PAUSES", ())
-    run_uri, folder = str(tmp_path / "run"), tmp_path / "local"
-    manager = object.__new__(checkpoint.Saver)
-    manager.run_uri, manager.log, manager.group, manager.filesystem = run_uri, None, None, storage.fs.LocalFileSystem()
-    manager.uploaded = types.SimpleNamespace(set=lambda: None)
-
-    def write(full):
-        (folder / "a").write_text("weights")
-        if full:  # PyTorch's words
-            raise CheckpointException("write", {0: (RuntimeError("unexpected pos 704 vs 598"), [])})
-
-    def copy_half(source, target):
-        storage.write_text(storage.join(target, "a"), "wei")
-        raise OSError(errno.ENOSPC, f"{target}/a {FULL}")
-
-    def save(full):
-        folder.mkdir()
-        with monkeypatch.context() as patch:
-            if full and where == "run":
-                patch.setattr(storage, "copy_folder", copy_half)
-            local = types.SimpleNamespace(path=str(folder))
-            return manager.upload(lambda: write(full and where == "local"), local, "checkpoint-000000010-001")
-
-    lost = save(full=True)
-    why = {"local": rf"written to {folder} \([\d,]+ MiB free\)", "run": f"uploaded: .*{run_uri}/checkpoint.*/a {FULL}"}
-    assert isinstance(lost, run_folder.LostCheckpoint) and re.search(f"could not be {why[where]}", lost.why)
-    assert not run_folder.list_checkpoints(run_uri) and not folder.exists()
-    assert save(full=False) and run_folder.list_checkpoints(run_uri)

@@ -11,10 +11,6 @@ import pathlib
 import re
 import tokenize
 
-import pytest
-
-from helpers.lesson import sections
-
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = ("Preprocessing.ipynb", "Training.ipynb", "Online_Preprocessing_and_Training.ipynb")
 PARAMETERS = 69
@@ -100,12 +96,6 @@ def parameters(notebook):
 
 def test_a_new_parameter_replaces_another():
     assert len(set().union(*map(parameters, NOTEBOOKS))) <= PARAMETERS
-
-
-def test_an_unknown_parameter_is_refused_in_one_sentence():
-    cells = ["", "# Parameters\nrun_name = 'a'\nnum_widgets = 3\n"]
-    with pytest.raises(ValueError, match=r"^num_widgets .*PARAMETERS\.md[^.]*\.$"):
-        sections.check_names(cells)
 
 
 def test_the_training_loop_is_copied_with_little_and_nothing_of_the_rooms():

@@ -67,16 +67,6 @@ def test_a_uri_is_shown_and_refused_without_what_is_secret(uri, shown):
         assert "SECRET" not in str(raised.value)
 
 
-@pytest.mark.parametrize("folder", ["plain", "with space", "with#hash", "with%20percent", "ümlaut", "a:b", "a?b"])
-def test_any_folder_name_can_be_used(tmp_path, folder):
-    uri = storage.join(tmp_path, folder, "deep", "file.json")
-    storage.write_json(uri, {"text": "grüße"})
-    assert storage.list_files(tmp_path / folder, recursive=True) == [uri]
-    assert storage.read_json(uri) == {"text": "grüße"} and storage.exists(uri) and storage.is_file(uri)
-    storage.delete(tmp_path / folder)
-    assert not storage.exists(tmp_path / folder)
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda one: st.lists(one, max_size=3) | st.dictionaries(st.text(), one, max_size=3),
@@ -143,27 +133,6 @@ def test_listing_is_sorted_and_goes_as_deep_as_asked(tmp_path):
     assert storage.list_folders(here) == [f"{here}/sub"] and storage.list_folders(tmp_path / "nowhere") == []
     assert storage.sizes(here) == {"a.json": 1, "b.json": 1, "c.txt": 1, "sub/d.json": 1}
     assert storage.sizes(f"{here}/c.txt") == {"": 1} and storage.sizes(tmp_path / "nowhere") == {}
-
-
-def test_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="missing.json"):
-        storage.read_json(tmp_path / "missing.json")
-
-
-def test_files_folders_and_nothing_can_be_deleted(tmp_path):
-    for name in ("a.txt", "folder/b.txt", "folder/deep/c.txt", "kept.txt"):
-        storage.write_text(tmp_path / name, "x")
-    for name in ("a.txt", "folder", "folder", "never-was"):
-        storage.delete(tmp_path / name)
-    assert names(tmp_path) == ["kept.txt"] and not storage.exists(tmp_path / "folder")
-
-
-def test_a_folder_is_copied_with_all_files(tmp_path):
-    for name in ("a.txt", "deep/b.txt"):
-        storage.write_text(tmp_path / "from" / name, name)
-    storage.copy_folder(tmp_path / "from", tmp_path / "new" / "to")
-    assert names(tmp_path / "new" / "to") == ["a.txt", "deep/b.txt"] == names(tmp_path / "from")
-    assert storage.read_text(tmp_path / "new" / "to" / "deep" / "b.txt") == "deep/b.txt"
 
 
 def test_links_are_followed_but_those_to_what_is_listed_anyway(tmp_path):

@@ -47,12 +47,6 @@ def test_the_comment_beside_a_parameter_is_its_text(notebook):
     assert notebook == ONLINE or comments == texts
 
 
-def test_preprocessing_has_the_same_defaults_in_code():
-    assert PreprocessingConfig.from_parameters(DEFAULTS[PREPROCESSING]) == PreprocessingConfig(limit=6000)
-    online = OnlineConfig.from_parameters({**DEFAULTS[ONLINE], "resolutions": [64]})
-    assert online == OnlineConfig(limit=6000, resolutions=[64])
-
-
 def test_the_page_of_parameters_lists_each_and_no_other():
     page = (ROOT / "helpers/docs/PARAMETERS.md").read_text()
     listed = page.partition("## All parameters")[2].partition("\n## ")[0]
@@ -126,20 +120,6 @@ def test_both_phases_are_encoded_alike_and_trained_as_one_run(recipe):
 
 
 # ---- what the notebooks say of the full run
-
-
-@pytest.mark.parametrize("notebook", CONFIGS)
-def test_the_comparison_shows_all_that_differs_and_why(notebook):
-    """With the cluster's address too."""
-    table = full_run.compare_parameters(DEFAULTS[notebook])
-    shown = set(table.index.get_level_values("parameter"))
-    differ = {
-        name
-        for full in full_run.PARAMETERS.values()
-        for name in full.keys() & DEFAULTS[notebook].keys()
-        if full[name] != DEFAULTS[notebook][name]
-    }
-    assert shown == differ and {"ray_address", "storage"} <= shown and table["why"].str.len().min() > 0
 
 
 def test_the_command_is_the_profile_and_the_places_to_change(monkeypatch):

@@ -85,15 +85,6 @@ def test_all_captions_of_a_row_are_stored_and_a_row_with_fewer_repeats_its_own(s
         assert (row["caption_embeddings"] == row["caption_embeddings_2"]) == (number % 3 == 0)
 
 
-def test_a_row_without_any_caption_is_rejected_with_its_reason(tmp_path):
-    table = raw_table(4).set_column(2, "short", pa.array(["one", "", None, None]))
-    table = table.set_column(3, "long", pa.array([None, " ", "two", None]))
-    config = PreprocessingConfig(**write_raw(tmp_path, table), caption_column=["short", "long"])
-    rows = stages.transform(inputs.to_raw_rows(detect.first_rows(config, 4), config), config=config)
-    assert rows["reason"].to_pylist() == ["", "empty caption", "", "no caption"]
-    assert rows["caption"].to_pylist()[:3:2] == rows["caption_2"].to_pylist()[:3:2] == ["one", "two"]
-
-
 def test_each_epoch_draws_one_caption_for_a_row_group_in_the_shares_that_are_asked_for(stored):
     config, _, rows = stored
     captions = {row["id"]: (row["caption"], row["caption_2"]) for row in rows.to_pylist()}

@@ -1,9 +1,7 @@
 """What the evaluation of a checkpoint finds and leaves, and which checkpoint is the best."""
 
-import contextlib
 import dataclasses
 import json
-import types
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -17,9 +15,9 @@ from helpers.config import TrainingConfig
 from helpers.latents.manifest import DataSets, write_manifest
 from helpers.lesson import captioned_shapes
 from helpers.model.denoisers import build_denoiser
-from helpers.production.extras import evaluate, results, scores
+from helpers.production.extras import results, scores
 from helpers.production.extras.evaluate import Evaluate
-from helpers.train import checkpoint, run_folder
+from helpers.train import checkpoint
 from helpers.train.step import TrainStep
 from tests.benchmarks import made_up
 from tests.latents import SHAPES
@@ -149,69 +147,7 @@ def test_a_loss_is_the_same_by_the_trainers_and_by_a_task(tmp_path, build_run, s
     assert abs(by_task["validation_loss"] - by_trainers["validation_loss"]) < 0.01 * error
 
 
-# ---- who evaluates
-
-
-def checkpoint_at(config, step):
-    uri = storage.join(config.run_uri, f"checkpoint-{step:09d}-001")
-    storage.write_json(storage.join(uri, "progress.json"), {"step": step, "files": {}, "checksums": {}})
-    return ray.train.Checkpoint(uri)
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Ray's tasks run in this process, with the untrained denoiser."""
-    monkeypatch.setattr(ray, "remote", lambda **options: lambda call: types.SimpleNamespace(remote=call))
-    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
-    monkeypatch.setattr(checkpoint, "load_weights", lambda folder, denoiser: denoiser)
-
-
-def test_without_a_spare_gpu_trainers_compute_losses_and_the_last_checkpoint_gets_images(
-    build_run, monkeypatch, in_this_process
-):
-    config = build_run()
-    denoiser = build_denoiser("tiny", seed=config.seed).eval()
-    manifest = DataSets.open(config.proportions).first
-    state = types.SimpleNamespace(
-        device=types.SimpleNamespace(type="cuda"),
-        manifest=manifest,
-        averaged=lambda: contextlib.nullcontext(denoiser),
-    )
-    monkeypatch.setattr(evaluate, "has_spare_gpu", lambda device, kind: device.type != "cuda")
-    hook = settings(every=20)(types.SimpleNamespace(config=config, train_step=state))
-    assert [step for step in range(1, 41) if hook.wants_checkpoint(step)] == [20, 40]
-    assert hook.before_checkpoint(10) == {}
-    for step in (20, 40):
-        saved, asked = checkpoint_at(config, step), hook.before_checkpoint(step)["validation"]
-        options = {} if asked is True else asked.fn_kwargs
-        evaluate.validate(saved, settings(every=20), config, **options)
-    by_trainers, last = results.read_results(config.run_uri)
-    assert by_trainers.keys() == {"step", "validation_loss", "unweighted", "rows", "loss_by_noise", "seconds"}
-    assert by_trainers["loss_by_noise"] == last["loss_by_noise"] and {"clip_score", "cmmd", "prompts"} <= last.keys()
-    assert [storage.name(uri) for uri in storage.list_folders(f"{config.run_uri}/evaluation")] == ["000000040"]
-
-
-def test_the_best_checkpoint_by_the_trainers_losses_is_kept(build_run):
-    config = build_run()
-    for step, loss in ((10, 0.3), (20, 0.2), (30, 0.25)):
-        saved = checkpoint_at(config, step)
-        results.write_result(config.run_uri, {"step": step, "validation_loss": loss})
-        evaluate.validate(saved, settings(), config, has_losses=True)
-    (kept,) = run_folder.list_checkpoints(storage.join(config.run_uri, run_folder.BEST))
-    assert run_folder.step_of(kept) == 20
-
-
-def test_a_checkpoint_is_skipped_for_a_newer_one_and_if_it_was_lost(build_run, capsys):
-    config = build_run()
-    old, *_ = [checkpoint_at(config, step) for step in (10, 20, 25)]  # 25: after a notice, and not to be evaluated
-    incomplete = storage.join(config.run_uri, "checkpoint-000000030-001", "model.distcp")
-    storage.write_text(incomplete, "half")
-    found = evaluate.validate(old, settings(), config)
-    assert found == {"step": 10, "skipped": "the checkpoint of step 20 is newer and is evaluated instead"}
-    assert "evaluation of step 10 skipped: the" in capsys.readouterr().out
-    lost = run_folder.LostCheckpoint(f"{config.run_uri}/checkpoint-000000040-001", None, "the disk is full")
-    assert "uploaded" in evaluate.validate(lost, settings(), config)["skipped"]
-    assert len(results.scores(config.run_uri)) == 0
+# ---- the best
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,6 @@ from helpers.production.extras import scores
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_cmmd_of_known_gaussians():
-    """The expected kernel of two Gaussians of variance v is (1 + 2 v/s^2)^(-d/2), times exp(-|m|^2 / (2 s^2 + 4 v))."""
-    width, variance, shift, num = 4, 9.0, 8.0, 1000
-    random = np.random.default_rng(0)
-    x, y = (random.normal(size=(num, width)) * variance**0.5 for _ in range(2))
-    y[:, 0] += shift
-    within = (1 + 2 * variance / 100) ** (-width / 2)
-    across = within * np.exp(-(shift**2) / (2 * 100 + 4 * variance))
-    assert scores.cmmd(x, y) == pytest.approx(1000 * 2 * (within - across), rel=0.1)
-
-
 def test_cmmd_pair_by_pair(monkeypatch):
     monkeypatch.setattr(scores, "ROWS_AT_A_TIME", 2)
     x, y = np.random.default_rng(0).normal(size=(2, 5, 3))

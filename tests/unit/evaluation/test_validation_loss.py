@@ -5,12 +5,10 @@ import torch
 from helpers.config import TrainingConfig
 from helpers.evaluate import losses_by_noise, validation_loss
 from helpers.latents.manifest import write_manifest
-from helpers.latents.read import read_row_ranges
 from helpers.model import diffusion
 from helpers.model.denoisers import build_denoiser
 from helpers.production.data import validation_set
 from helpers.train.step import Unit
-from tests.benchmarks import made_up
 from tests.latents import SHAPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,24 +48,6 @@ def test_no_validation_rows_give_zero_not_a_crash(denoiser, build_manifest, buil
     assert validation_loss(denoiser, build_manifest(), build_latents(3)[:0], TrainingConfig()) == (0, 0)
 
 
-def test_a_validation_set_is_read_a_few_row_groups_at_a_time(tmp_path, monkeypatch):
-    """Each once, and rows of all files are numbered through."""
-    manifest, read = made_up.write_latents(f"{tmp_path}/set", 2000, made_up.SMALL, 300), set()
-
-    def read_noted(ranges, **options):
-        read.update(ranges)
-        return read_row_ranges(ranges, **options)
-
-    monkeypatch.setattr(validation_set, "read_row_ranges", read_noted)
-    rows, used = validation_set.ValidationSet(f"{tmp_path}/set", 32), []
-    for number, (table, positions, counts) in enumerate(rows(manifest.latents(32)), start=1):
-        used += positions[counts].tolist()
-        assert table["id"].to_pylist() == positions.tolist() and len(table) <= 64
-        assert number <= len(read) <= number + validation_set.GROUPS_AHEAD
-    assert used == list(range(2000)) and rows.num_rows == 2000
-    assert sum(one.num_rows for one in read) == 2000
-
-
 SMALL = {name: shape for name, shape in SHAPES.items() if "64" not in name}
 
 
@@ -75,9 +55,7 @@ SMALL = {name: shape for name, shape in SHAPES.items() if "64" not in name}
     ("name", "changes", "said"),
     [
         ("set", None, "holds no stored latents"),
-        ("set", {"job": {"online": {"limit": 3}}}, "holds no stored latents"),
         ("set", {"shapes": SMALL, "resolutions": [32]}, "holds no latents of resolution=64"),
-        ("set", {"encoder": {"model": "another"}}, "another"),
         ("set", {"scaling_factor": 0.25}, "scaling_factor=0.5, not 0.25"),
         ("latents", {}, "is what the run trains on"),
     ],

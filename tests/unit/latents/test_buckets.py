@@ -1,6 +1,5 @@
 """Pictures of several shapes and sizes: from the transform to the training step. No Ray."""
 
-import dataclasses
 import io
 
 import numpy as np
@@ -13,17 +12,15 @@ from PIL import Image
 
 from helpers.config import PreprocessingConfig, TrainingConfig
 from helpers.encode import encoder, prepare, stages
-from helpers.encode.job import Job
-from helpers.evaluate import losses_by_noise, validation_loss
-from helpers.latents import held_out, schema
+from helpers.evaluate import losses_by_noise
+from helpers.latents import schema
 from helpers.latents.manifest import DataSets, read_manifest
 from helpers.latents.plan import plan_run, read_files
-from helpers.latents.read import latents_reader, read_row_ranges, split_units
+from helpers.latents.read import latents_reader, split_units
 from helpers.model.denoisers import build_denoiser
 from helpers.production import monitor
-from helpers.production.checks import training
 from helpers.production.data.validation_set import ValidationSet
-from helpers.production.extras.meter import training_flops
+from helpers.production.checks import training
 from helpers.raw import images, inputs
 from helpers.train.step import TrainStep, Unit
 from tests.latents import read_steps, write_job
@@ -112,29 +109,6 @@ def test_row_groups_hold_rows_of_one_bucket_as_the_manifest_says(folder):
     assert manifest.rows_at(64) == 40 and manifest.rows_at(32) == 60
 
 
-@pytest.mark.parametrize("shapes", [1, 2, 6, 12])
-def test_row_groups_of_a_large_job_hold_48_rows_in_the_mean(shapes):
-    """A fiftieth held out; as many rows a file as the job asks for, or the rest of what a write task was given."""
-    columns = [schema.ColumnSpec(f"image_latents_{16 * n}x16", (1, 1, 1, 1), resolution=32) for n in range(shapes)]
-    job = Job.__new__(Job)
-    job.description = {"columns": [*columns, schema.ColumnSpec(schema.EMBEDDINGS, (1, 1))]}
-    sizes, random, first = [], np.random.default_rng(0), 0
-    for count in [job.rows_per_file, 128] * 4:  # blocks of some hundred rows are added until they fill a file
-        ids, first = np.arange(first, first + count), first + count
-        kinds, one = random.integers(0, shapes, count), np.ones((count, 1, 1, 1, 1))
-        latents = {spec.name: spec.encode(one, kinds == n) for n, spec in enumerate(columns)}
-        masks = stages.bucket_masks(pa.table({"id": ids, "reason": [""] * count, **latents}), columns, 0.02)
-        sizes += [rows for mask in masks.values() for rows in schema.row_groups(int(mask.sum()))]
-    assert np.mean(sizes) >= 48 and sum(sizes) == first
-
-
-def test_a_row_takes_no_space_for_shapes_that_it_does_not_have(encoded):
-    columns = {spec.name: spec for spec in prepare.stored_columns(CONFIG, 1) if spec.resolution}
-    taken = sum(encoded[name].nbytes for name in columns)
-    needed = sum(spec.row_bytes * (len(encoded) - encoded[name].null_count) for name, spec in columns.items())
-    assert needed < taken < needed + 10 * len(columns) * len(encoded)
-
-
 def config_of(uri, **values):
     return TrainingConfig(
         **{"latents_uri": uri, "resolution": 64, "global_batch_size": 4, "units_per_step": 2, **values}
@@ -152,16 +126,6 @@ def batches(plan, config, manifest, last):
         step: [Unit.from_arrow(units[2 * step + slot], manifest, plan.latents_at(step), 2 * slot) for slot in (0, 1)]
         for step in range(last)
     }
-
-
-def test_shapes_of_as_many_values_travel_in_one_column(folder):
-    """Without squares: latents of 48 x 16 and of 16 x 48 pixels take as many bytes."""
-    uri, manifest = folder
-    columns = [spec for spec in manifest.columns if spec.resolution is None or spec.size[0] != spec.size[1]]
-    manifest, config = dataclasses.replace(manifest, columns=columns), config_of(uri, resolution=32)
-    plan = plan_run(DataSets({uri: manifest}, config.proportions), config, {uri: read_files(uri)})
-    found = [units[0].moments.shape[2:] for units in batches(plan, config, manifest, plan.steps_per_epoch).values()]
-    assert set(found) == {(4, 6, 2), (4, 2, 6)}
 
 
 @pytest.mark.parametrize("resolution", [64, {32: 0.5, 64: 0.5}])
@@ -182,42 +146,6 @@ def test_every_row_of_a_batch_is_trained_on(folder, encoded, resolution):
         assert metrics["num_kept"] == (4 if step % 2 or not step else 2) and np.isfinite(metrics["loss"])
         shapes.add(units[0].moments.shape[2:])
     assert len(shapes) == sum(one["steps"] > 0 for one in training.describe_shapes(plan)) >= 3
-
-
-def test_validation_reads_the_held_out_rows_and_nothing_else(folder, encoded, monkeypatch):
-    uri, manifest = folder
-    groups = []
-
-    def read_noted(ranges, **options):
-        groups.extend(ranges)
-        return read_row_ranges(ranges, **options)
-
-    monkeypatch.setattr(held_out, "read_row_ranges", read_noted)
-    config = config_of(uri, validation_share=0.1)  # not what the folder was encoded with
-    rows = held_out.first(config.proportions, 64, 100)
-    files = read_files(uri)
-    names, buckets = files.bucket_names, files.group_buckets
-    assert {names[buckets[one.row_group]] for one in groups} == {
-        name for name in names if name.startswith("held out") and "64" in name or "96" in name and "held" in name
-    }
-    large = np.array([SIZES[row_id % 7] in ((64, 64), (96, 48), (48, 96), (90, 64)) for row_id in range(70)])
-    expected = np.flatnonzero(schema.held_out_mask(list(range(70)), 0.3) & large)
-    assert sorted(rows["id"].to_pylist()) == expected.tolist()
-    assert len(held_out.first(config.proportions, 64, 2)) == 2
-
-
-def test_the_held_out_loss_is_the_mean_over_all_shapes(folder):
-    uri, manifest = folder
-    config = config_of(uri)
-    rows, state = held_out.first(config.proportions, 64, 100), TrainStep(config, manifest)
-    losses, counts = [], []
-    for latents in manifest.latents_at(64):
-        mine = rows.filter(rows[latents.name].is_valid())
-        counts.append(len(mine))
-        losses.append(validation_loss(state.denoiser, manifest, mine, config))
-    assert sum(counts) == len(rows) and all(counts)
-    expected = np.average(losses, axis=0, weights=counts)
-    np.testing.assert_allclose(validation_loss(state.denoiser, manifest, rows, config), expected, rtol=1e-6)
 
 
 def validate(rank, folder, uri, config, world):
@@ -246,11 +174,6 @@ def test_any_number_of_ranks_finds_the_loss_of_a_whole_validation_set(folder, tm
             np.testing.assert_allclose(np.load(tmp_path / f"{world}-{rank}.npy"), alone, rtol=1e-12)
 
 
-def test_flops_are_counted_by_shape():
-    square, wide = (training_flops("tiny", shape, (6, 128)) for shape in ((4, 8, 8), (4, 6, 12)))
-    assert square < wide < 1.2 * square
-
-
 def test_a_bucket_that_is_left_out_is_said_when_a_run_opens(folder, capsys, tmp_path):
     uri, _ = folder
     config = config_of(uri, storage=str(tmp_path), global_batch_size=9, units_per_step=1, run_name="nine")
@@ -263,10 +186,3 @@ def test_a_bucket_that_is_left_out_is_said_when_a_run_opens(folder, capsys, tmp_
         sentence = f"of {one['shape']} are left out: their {one['rows']} rows"
         assert (sentence in said) == (one["steps"] == 0)
     assert "are left out" in said and f"validation_share=0.02 is not used: {uri} was encoded with 0.3." in said
-
-
-def test_more_shapes_than_compiling_takes_are_said_when_a_run_opens(folder, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "COMPILED_SHAPES", 2)
-    monitor.open_run(config_of(folder[0], storage=str(tmp_path), compile_unet=True))
-    said = "compile_unet=True compiles for 2 shapes, and the data has 3: later shapes run as without it."
-    assert said in capsys.readouterr().out

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import pathlib
 import pickle
-import uuid
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,6 @@ from helpers.latents.manifest import write_manifest
 from helpers.latents.parquet import open_parquet, read_parquet, write_latents_file
 from helpers.latents.plan import RowRange, read_files
 from helpers.production.readers import detect
-from helpers.raw import inputs
 from tests.latents import build_segment
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -70,10 +68,6 @@ def test_a_column_of_pickled_objects_is_refused_by_every_way_to_read(hostile, co
             pytest.fail(way)
 
 
-def test_columns_that_nobody_asks_for_are_not_read(hostile):
-    assert read_parquet(hostile, columns=["caption"]).to_pylist() == [{"caption": "a caption"}]
-
-
 ITEM = pa.field("item", pa.large_binary(), metadata=PICKLED)
 
 
@@ -90,16 +84,6 @@ def test_raw_data_with_such_an_id_is_refused_before_a_job(hostile):
         detect.detect(config)
     fine = detect.detect(dataclasses.replace(config, id_column="id")).config
     assert detect.first_rows(fine, 5)["id"].to_pylist() == [1]
-
-
-def test_a_later_file_of_raw_data_is_refused_as_the_first_one_is(hostile):
-    """In the task that reads it, before a value is made."""
-    names = {"input_format": "parquet", "image_column": "jpg", "caption_column": "caption", "id_column": "hash"}
-    config = PreprocessingConfig(input_uri=str(hostile.parent), **names)
-    row = {inputs.PATH: str(hostile), inputs.FIRST_ROW: 0, inputs.GROUPS: [0]}
-    part, one = pa.Table.from_pylist([row]), inputs.reader(config)
-    with pytest.raises(ValueError, match=REFUSED):
-        list(inputs.read_part(part, columns=["hash", "caption", "jpg"], reader=one))
 
 
 def test_latents_validation_rows_and_rejects_with_such_a_column_are_refused(hostile, tmp_path, build_manifest):
@@ -140,16 +124,6 @@ def test_nothing_is_unpickled_but_the_metadata_of_checkpoints_and_what_a_child_p
         may_unpickle = module.startswith(("helpers.train.", "helpers.production.decode."))
         assert may_unpickle or not found & loaders, module
         assert "allow_pickle=True" not in source, module
-
-
-def test_uuids_are_read_as_text(tmp_path):
-    ids = [uuid.UUID(int=number * 2**64 + 7) for number in range(3)] + [None]
-    column = pa.array([one and one.bytes for one in ids], pa.uuid())
-    pq.write_table(pa.table({"id": column, "caption": ["a"] * 4}), tmp_path / "a.parquet")
-    with open_parquet(tmp_path / "a.parquet") as file:
-        tables = [file.read(), file.read(row_groups=[0]), pa.Table.from_batches(file.iter_batches())]
-    for table in tables:
-        assert table["id"].to_pylist() == [one and str(one) for one in ids]
 
 
 def test_a_page_that_was_changed_is_noticed(tmp_path):

@@ -1,27 +1,18 @@
-import collections
 import hashlib
 import io
-import subprocess
-import sys
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageFilter
+from PIL import Image
 
 from helpers.lesson import captioned_shapes
 
 
 def contents(folder):
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
-
-
-def test_every_caption_is_parsed_back_to_its_scene():
-    for caption in captioned_shapes.captions(1) + captioned_shapes.captions(2)[::7]:
-        assert captioned_shapes.parse(caption).caption == caption
 
 
 @settings(max_examples=50, deadline=None)
@@ -46,62 +37,12 @@ def test_training_never_sees_a_held_out_caption():
     assert any(captioned_shapes.is_held_out(captioned_shapes.scene(i, split="all").caption) for i in range(200))
 
 
-def test_held_out_prompts_are_fixed_distinct_and_balanced():
-    prompts = captioned_shapes.held_out_prompts(96)
-    assert prompts == captioned_shapes.held_out_prompts(96) != captioned_shapes.held_out_prompts(96, seed=1)
-    assert len(set(prompts)) == 96 and all(map(captioned_shapes.is_held_out, prompts))
-    for key, expected in {"background": 12, "color": 12, "shape": 32, "size": 48, "position": 96 / 9}.items():
-        counts = collections.Counter(captioned_shapes.attributes(prompt)[key] for prompt in prompts)
-        assert max(abs(count - expected) for count in counts.values()) <= 1
-
-
 @pytest.mark.parametrize("two_object_share", [0.0, 1.0])
 def test_the_detector_reads_2000_of_2000_drawn_pictures(two_object_share):
     pictures, captions = zip(
         *(captioned_shapes.draw_sample(i, 5, two_object_share, "all") for i in range(2000)), strict=True
     )
     assert captioned_shapes.agreement(list(pictures), list(captions))["all"] == 1.0
-
-
-def test_the_detector_does_not_credit_the_wrong_caption():
-    pictures, captions = zip(*(captioned_shapes.draw_sample(i, split="all") for i in range(300)), strict=True)
-    scores = captioned_shapes.agreement(list(pictures), list(captions[1:] + captions[:1]))
-    assert scores["all"] <= 0.01 and scores["color"] < 0.25 and scores["position"] < 0.25
-
-
-@pytest.mark.parametrize(
-    "degrade", [lambda p: p.filter(ImageFilter.GaussianBlur(1)), lambda p: p.reduce(2), lambda p: p.resize((256, 256))]
-)
-def test_the_detector_reads_degraded_pictures(degrade):
-    pictures, captions = zip(*(captioned_shapes.draw_sample(i, 5, 0.5, "all") for i in range(200)), strict=True)
-    assert captioned_shapes.agreement([degrade(p) for p in pictures], list(captions))["all"] >= 0.97
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**31), height=st.integers(1, 90), width=st.integers(1, 90))
-def test_the_detector_answers_for_any_picture(seed, height, width):
-    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    found = captioned_shapes.detect(noise)
-    assert found["background"] in captioned_shapes.COLORS and found["count"] in (0, 1, 2, 3)
-
-
-def test_wrong_attributes_are_named_with_what_was_expected():
-    caption = "a small red square in the top left on a white background"
-    picture = captioned_shapes.draw_scene(captioned_shapes.parse(caption), 0)
-    assert captioned_shapes.wrong_attributes(picture, caption) == {}
-    assert captioned_shapes.wrong_attributes(np.asarray(picture), caption.replace("red square", "blue circle")) == {
-        "color": ("red", "blue"),
-        "shape": ("square", "circle"),
-    }
-    two = "a small red square left of a large white circle on a blue background"
-    wrong = captioned_shapes.wrong_attributes(picture, two)
-    assert wrong["count"] == (1, 2) and wrong["shape_2"] == (None, "circle")
-
-
-def test_shape_overlap_of_drawn_pictures_is_near_one():
-    pictures, captions = zip(*(captioned_shapes.draw_sample(i, 7, 0.2, "held_out") for i in range(40)), strict=True)
-    overlaps = [captioned_shapes.shape_overlap(*pair) for pair in zip(pictures, captions, strict=True)]
-    assert 0.96 < np.mean(overlaps) < 0.975 and min(overlaps) > 0.9 and max(overlaps) <= 1
 
 
 def test_the_parquet_is_laion_like_and_decodes(tmp_path):
@@ -118,29 +59,6 @@ def test_the_parquet_is_laion_like_and_decodes(tmp_path):
     assert {p.size for p in pictures} == {(64, 64), (96, 64), (64, 96)}  # the centre square is the drawn picture
     assert captioned_shapes.agreement(pictures, [row["caption"] for row in rows])["all"] == 1.0
     assert [row["caption"] for row in rows] == [captioned_shapes.draw_sample(i)[1] for i in range(50)]
-
-
-def test_damaged_rows_are_as_many_as_asked_for(tmp_path):
-    captioned_shapes.write_data_set(tmp_path, 70, spoilt_share=0.2)
-    rows = pq.read_table(tmp_path).to_pylist()
-
-    def is_whole(row):
-        try:
-            picture = Image.open(io.BytesIO(row["jpg"] or b""))
-            picture.load()
-        except OSError:
-            return False
-        return picture.size == (row["width"], row["height"]) and bool((row["caption"] or "").strip())
-
-    assert sum(not is_whole(row) for row in rows) == 14
-    assert {None, "  "} < {row["caption"] for row in rows} and {None, b""} < {row["jpg"] for row in rows}
-
-
-def test_the_data_set_needs_neither_torch_nor_ray():
-    code = "import sys, helpers.lesson.captioned_shapes as shapes; shapes.detect(shapes.draw_sample(0)[0])"
-    code += "; print({'torch', 'ray'} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize("change", [{"num_rows": 8}, {"seed": 1}, {}])

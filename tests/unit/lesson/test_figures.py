@@ -1,6 +1,5 @@
 """The notebooks' figures: each is drawn without a warning, and says in words what it shows."""
 
-import inspect
 import warnings
 
 import matplotlib.pyplot as plt
@@ -47,13 +46,6 @@ EVERY = {
 }
 
 
-def test_every_figure_is_tested():
-    """But that of a run over time, which reads files: `tests/unit/evaluation`."""
-    made = inspect.getmembers(figures, inspect.isfunction)
-    described = {name for name, f in made if inspect.signature(f).return_annotation is figures.DescribedFigure}
-    assert described == {*EVERY, "run_over_time"}
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_a_figure_is_a_png_whose_alternative_text_says_what_it_shows(name):
     """Drawn once: what pyplot holds, a notebook draws again."""
@@ -64,11 +56,6 @@ def test_a_figure_is_a_png_whose_alternative_text_says_what_it_shows(name):
     assert data["image/png"].startswith(b"\x89PNG")
     assert said in metadata["image/png"]["alt"] == data["text/plain"]
     assert plt.get_fignums() == []
-
-
-def test_the_time_of_a_step_on_a_cpu_is_shown_without_the_memory_that_the_process_keeps():
-    data, _ = figures.iteration(PHASES, MEMORY, published="39 %", device="cpu")._repr_mimebundle_()
-    assert data["text/plain"] == "Time of a training step: data 10%, encode 40%, forward 50%."
 
 
 def test_no_image_at_all_is_a_figure_that_says_so():

@@ -125,8 +125,3 @@ def test_choices_are_kept_for_any_prompt_and_are_no_formula(prompts, tmp_path):
     cells = [cell for row in csv.reader(io.StringIO(storage.read_text(uri))) for cell in row]
     assert not any(cell.lstrip().startswith(("=", "+", "-", "@")) for cell in cells)
     assert side_by_side.SideBySide(pairs, uri, ("a", "b")).children[0].value == "Pair 2 of 2"
-
-
-def test_names_of_models_are_no_formula(tmp_path):
-    with pytest.raises(ValueError, match="formulas"):
-        side_by_side.SideBySide([], str(tmp_path / "c.csv"), ("=1", "b"))

@@ -1,19 +1,15 @@
 """Paired trials: what the settings share, comparable errors, intervals. No Ray."""
 
-import dataclasses
 import itertools
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
 from helpers.config import TrainingConfig
 from helpers.latents.held_out import first
-from helpers.latents.manifest import read_manifest
 from helpers.lesson import trials
 from helpers.model import diffusion
-from helpers.model.denoisers import build_denoiser
 from tests.benchmarks import made_up
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,32 +54,6 @@ def test_settings_share_rows_positions_and_first_weights(config, monkeypatch):
     assert len(set(ids)) == 24 and not set(ids) & set(held_out)
 
 
-class AsVelocity(torch.nn.Module):
-    """A U-Net that predicts noise, as one that predicts v."""
-
-    def __init__(self, denoiser):
-        super().__init__()
-        self.denoiser, self.alphas = denoiser, diffusion.noise_schedule().alphas_cumprod
-
-    def forward(self, noisy, timesteps, text, return_dict):
-        noise, alpha = (
-            self.denoiser(noisy, timesteps, text, return_dict=False)[0],
-            self.alphas[timesteps][:, None, None, None],
-        )
-        clean = (noisy - (1 - alpha).sqrt() * noise) / alpha.sqrt()
-        return (alpha.sqrt() * noise - (1 - alpha).sqrt() * clean,)
-
-
-def test_errors_of_noise_and_v_predictions_are_comparable(config, monkeypatch):
-    monkeypatch.setattr(diffusion, "denoise", lambda model, *inputs: model(*inputs[:3], return_dict=False)[0])
-    denoiser, rows = build_denoiser("tiny", seed=0).eval(), first(config.proportions, config.largest_resolution, 20)
-    known = {"manifest": read_manifest(config.latents_uri), "rows": rows}
-    of_noise = trials.held_out_errors(denoiser, dataclasses.replace(config, prediction_type="epsilon"), **known)
-    of_v = trials.held_out_errors(AsVelocity(denoiser), config, **known)
-    assert list(of_v) == ["min-SNR error", *(f"t={t}" for t in range(50, 1000, 100))]
-    assert of_noise == pytest.approx(of_v, rel=1e-4)
-
-
 def test_an_interval_is_students():
     quantiles = {2: 12.706204736, 3: 4.302652730, 5: 2.776445105, 30: 2.045229642}  # of t at 97.5 %, by scipy 1.17
     for count, quantile in quantiles.items():
@@ -91,14 +61,3 @@ def test_an_interval_is_students():
         half = quantile * values.std(ddof=1) / count**0.5
         expected = (values.mean() - half, values.mean() + half)
         assert trials.t_interval(values.tolist()) == pytest.approx(expected, rel=1e-6)
-
-
-def test_differences_are_paired_by_seed():
-    values = {"base": [1.0, 5.0, 9.0], "other": [1.1, 5.3, 9.2]}
-    rows = [(name, seed, "loss", value) for name, of in values.items() for seed, value in enumerate(of)]
-    frame = pd.DataFrame(rows, columns=["setting", "seed", "metric", "value"])
-    (row,) = trials.compare_settings(frame.sample(frac=1, random_state=0).sort_values("setting")).to_dict("records")
-    assert (row["difference"], row["seeds"]) == (pytest.approx(0.2), 3)
-    assert (row["low"], row["high"]) == pytest.approx((-0.0484138, 0.4484138))  # 0.2 +- 4.302653 * 0.1 / sqrt(3)
-    with pytest.raises(ValueError, match="^'other' has no 'loss' with seed 2: the settings must have the same seeds"):
-        trials.compare_settings(frame[:-1])

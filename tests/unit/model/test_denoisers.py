@@ -121,20 +121,6 @@ def test_any_strategy_on_any_number_of_workers_trains_and_validates_as_one_proce
             assert "is nan" in found["refused"] and found["unchanged"]
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
-def test_a_rank_that_shards_in_bf16_trains_nearly_as_in_fp32(name, recipe, data, group_of_one):
-    """bf16 has 8 bits; the timestep, which flow does not round, stays in fp32."""
-    alone = train(TrainStep(recipe(name), data[0]), data[1])
-    state, times = TrainStep(recipe(name, strategy="fsdp", precision="bf16"), data[0]), []
-
-    def look(module, arguments, named):
-        times.append(named["timestep"])
-
-    state.denoiser.register_forward_pre_hook(look, with_kwargs=True)
-    np.testing.assert_allclose(column(train(state, data[1])), column(alone), rtol=0.02)
-    assert all(time.dtype in (torch.float32, torch.int64) for time in times)
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_a_denoiser_made_on_the_meta_device_computes_as_one_made_at_once(name, configs):
     made, _ = build_model(configs[name], seed=3)
@@ -174,21 +160,6 @@ def test_a_denoiser_is_called_as_by_hand_and_padding_that_is_masked_changes_noth
         for row, length in enumerate((2, 6, 4)):
             alone = noisy[row : row + 1], timesteps[row : row + 1], text[row : row + 1, :length]
             torch.testing.assert_close(predicted[row : row + 1], denoisers.denoise(model, *alone), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_flops_memory_and_parts_are_counted_by_the_same_code(name, configs):
-    model, called = build_denoiser(configs[name]), []
-    parts = denoisers.parts(model, denoisers.adapter_of(model).parts)
-    for part, module in parts.items():
-        module.register_forward_hook(lambda module, inputs, output, part=part: called.append(part))
-    denoisers.denoise(model, torch.randn(1, 4, 8, 8), torch.tensor([5]), torch.randn(1, 6, 128))
-    assert called == list(parts)
-    table = estimates.count_flops(configs[name], (4, 8, 8), (6, 128))
-    assert table["parameters"].sum() == sum(parameter.numel() for parameter in model.parameters())
-    assert (table["gflops"] > 0).sum() >= len(table) - 1  # a norm has none
-    memory = estimates.memory(configs[name], "fsdp-full", 2)
-    assert 0 < memory["gathered"] < 2 * memory["parameters"]
 
 
 def test_padding_that_is_masked_is_not_trained_on(recipe, ragged):
@@ -249,12 +220,6 @@ def test_the_same_seed_gives_the_same_weights():
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_the_larger_transformer_has_600_m_parameters():
-    with torch.device("meta"):
-        model = build_denoiser("transformer-600m")
-    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(600e6, rel=0.05)
-
-
 # ---- what goes together
 
 
@@ -287,18 +252,6 @@ def test_what_no_pipeline_of_diffusers_draws_is_refused_in_one_sentence(
         refuse(manifest, config, "/data")
 
 
-def test_all_that_does_not_fit_is_refused_at_once(build_manifest, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**SMALL["prx"], "in_channels": 8, "patch_size": 16}))
-    config = TrainingConfig(unet_config=str(path), resolution={64: 1, 128: 1}, caption_shares=[0.5, 0.5])
-    with pytest.raises(ValueError) as error:
-        refuse(build_manifest(), config, "/data")
-    wanted = ["maximum_tokens=None", "cleaned by 'none'", "resolution=128 is not in", "8 latent channels"]
-    for part in [*wanted, "multiples of 16", "caption_shares="]:
-        assert part in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 def find_faults(unet_config):
     return training.denoiser_is_supported(TrainingConfig(unet_config=unet_config), None)
 
@@ -307,8 +260,6 @@ def find_faults(unet_config):
     ("changes", "message"),
     [
         ({"num_class_embeds": 10}, "alone: class_labels should be provided"),
-        ({"down_block_types": ["Down", "Down"]}, "alone: Down does not exist"),
-        ({"out_channels": 8}, "out_channels=8"),
         ({"time_cond_proj_dim": 16}, "1 parameters get no gradient, such as time_embedding.cond_proj.weight"),
         ({"dropout": 0.1}, "dropout"),
     ],
@@ -321,22 +272,14 @@ def test_a_config_that_cannot_be_trained_or_sampled_is_one_sentence(tmp_path, ch
     assert message in fault and "\n" not in fault
 
 
-@pytest.mark.parametrize("base", SMALL)
-def test_a_config_that_can_be_trained_and_drawn_has_no_fault_and_takes_its_captions(tmp_path, padded, ragged, base):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(SMALL[base]))
-    assert not list(find_faults(str(path)))
-    manifest, rows = padded if base == "unet" else ragged
-    cleaning = "ftfy" if base == "prx" else "none"
-    manifest = dataclasses.replace(manifest, job={"text_cleaning": cleaning})
-    config = TrainingConfig(unet_config=str(path), global_batch_size=8)
-    refuse(manifest, config, "/data")
-    assert np.isfinite(train(TrainStep(config, manifest), rows, 0, 1)[0]["loss"])
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_trained(name):
     assert not list(find_faults(name))
+
+
+def test_a_denoiser_whose_blocks_take_captions_of_one_width_can_be_trained(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL["unet"], "cross_attention_dim": [128, 128]}))
+    assert not list(find_faults(str(tmp_path / "config.json")))
 
 
 @pytest.mark.parametrize(

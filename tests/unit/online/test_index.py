@@ -1,14 +1,11 @@
 """Online, rows that are filtered, held out or too small are known before any picture is read."""
 
-import collections
 import dataclasses
 import functools
-import io
 import json
 import pathlib
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 
@@ -20,13 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from helpers import storage
 from helpers.config import TrainingConfig
 from helpers.encode import encoder, prepare
-from helpers.latents import plan as plan_module
-from helpers.latents import read as read_module
 from helpers.latents import schema
 from helpers.latents.manifest import read_manifest
 from helpers.latents.plan import RowRange
@@ -38,14 +32,13 @@ from helpers.production.readers import detect
 from helpers.raw import images, inputs, readers
 from helpers.train.step import Unit
 from tests.latents import plan_for, read_steps
+from tests.raw_data import image, tar_of, write
 
 SIZES = [(40, 40), (64, 32), (32, 64), (70, 70), (20, 20)]
 
 
 def picture(size, number, kind="PNG"):
-    data = io.BytesIO()
-    Image.new("RGB", size, (number * 37 % 256, number % 256, 100)).save(data, kind)
-    return data.getvalue()
+    return image((number * 37 % 256, number % 256, 100), kind, size)
 
 
 def rows_of(count, sizes=SIZES):
@@ -130,16 +123,6 @@ def test_pictures_are_decoded_only_to_be_trained_on(tmp_path, decoded):
     assert set(trained_on) <= wanted - set(held_out)
 
 
-def test_steps_before_a_resumed_one_are_not_decoded(tmp_path, decoded):
-    raw, training, _ = configs(tmp_path, **KNOWN)
-    _, plan = planned(raw, training)
-    decoded.clear()
-    assert plan.block_steps > 2
-    rows = pa.concat_tables(transformed(plan, raw, 2, 3))
-    assert len(decoded) == training.global_batch_size < len(rows)
-    assert set(rows["unit"].to_pylist()) == {-1, 2}
-
-
 def test_shapes_come_from_columns(tmp_path):
     raw, training, table = configs(tmp_path, aspect_ratios=[0.5, 1, 2], **KNOWN)
     manifest, plan = planned(raw, training)
@@ -161,38 +144,6 @@ def test_shapes_come_from_columns(tmp_path):
     spec = plan.latents_at(unit // plan.units_per_step)
     taken = Unit.from_arrow(mine, manifest, spec, 0)
     assert taken.keep_U.all() and taken.moments.shape == (8, *spec.shape)
-
-
-def test_columns_that_lie_are_found_at_decoding(tmp_path):
-    raw, training, table = configs(tmp_path, aspect_ratios=[1, 2], **KNOWN)
-    lying = table.set_column(3, "width", pa.array([64] * len(table))).set_column(
-        4, "height", pa.array([32] * len(table))
-    )
-    for path in storage.list_files(raw.input_uri):
-        storage.delete(path)
-    pq.write_table(lying, tmp_path / "raw" / "0.parquet")
-    _, plan = planned(raw, training)
-    assert sum(shape.num_rows for shape in plan.shapes) == sum(
-        not schema.held_out_mask([row_id], 0.1)[0] for row_id in table["hash"].to_pylist()
-    )
-    reasons = collections.Counter()
-    for rows in transformed(plan, raw, 0, plan.steps_per_epoch):
-        rows = rows.filter(rows["keep"])
-        assert (rows["pixels_48x16"].is_valid().to_numpy() == (rows["reason"].to_numpy() == "")).all()
-        reasons.update(rows["reason"].to_pylist())
-    wrong = ("smaller than", "its width or height column is wrong")
-    assert all(reason.startswith(wrong) for reason in reasons if reason)
-    assert reasons[""] == pytest.approx(sum(reasons.values()) / 5, abs=8)  # one picture of five is as its columns say
-
-
-def test_without_sizes_small_pictures_are_masked(tmp_path):
-    raw, training, _ = configs(tmp_path)
-    manifest, plan = planned(raw, training)
-    assert manifest.rejected == {} and manifest.rows_at(32) is None
-    reasons = collections.Counter()
-    for rows in transformed(plan, raw, 0, plan.steps_per_epoch):
-        reasons.update(rows.filter(rows["keep"])["reason"].to_pylist())
-    assert reasons["smaller than 32 pixels"] > 0 and set(reasons) == {"", "smaller than 32 pixels"}
 
 
 def test_an_index_is_made_once_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
@@ -229,7 +180,11 @@ def rewrite(folder, rows, input_format):
     elif input_format == "arrow":
         datasets.Dataset(table).save_to_disk(str(folder))
     elif input_format == "webdataset":
-        write_tar(folder / "a.tar", table, json_of=("hash",))
+        members = {}
+        for row in rows:
+            key = row["hash"]
+            members |= {f"{key}.bmp": row["jpg"], f"{key}.txt": row["caption"], f"{key}.json": f'{{"hash": "{key}"}}'}
+        write(folder, **{"a.tar": tar_of(members)})
     else:
         for number, row in enumerate(rows):
             (folder / f"{number:02d}.bmp").write_bytes(row["jpg"])
@@ -315,86 +270,6 @@ def test_half_an_index_is_completed_from_its_files(tmp_path):
         assert prepare_online.prepare_run(raw, training)[0] == manifest
         assert read_manifest(training.latents_uri).files_crc32 == manifest.files_crc32
     assert {path: path.stat().st_mtime_ns for path in files} == files and storage.read_json(report, shape=list)
-
-
-def test_only_the_columns_that_decide_are_read_for_an_index(tmp_path, monkeypatch):
-    asked, read = [], pq.ParquetFile.iter_batches
-    monkeypatch.setattr(
-        pq.ParquetFile,
-        "iter_batches",
-        lambda self, columns=None, **options: asked.append(columns) or read(self, columns=columns, **options),
-    )
-    raw, training, _ = configs(tmp_path, row_filter="score == 1", training={"validation_share": 0.0}, **KNOWN)
-    prepare_online.prepare_run(raw, training)
-    assert asked and all(columns == ["hash", "caption", "score", "width", "height"] for columns in asked)
-
-
-def write_tar(path, table, json_of=("width", "height", "score")):
-    """Each sample's picture, text and JSON; {key: bytes of all its members}."""
-    with tarfile.open(path, "w") as tar:
-        for number, row in enumerate(table.to_pylist()):
-            about = json.dumps({name: row[name] for name in json_of})
-            for extension, data in (("jpg", row["jpg"]), ("txt", row["caption"].encode()), ("json", about.encode())):
-                member = tarfile.TarInfo(f"{number:04d}.{extension}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-    with tarfile.open(path) as tar:
-        starts = [member.offset for member in tar if member.name.endswith("jpg")]
-        return {f"{number:04d}": size for number, size in enumerate(np.diff([*starts, tar.offset]).tolist())}
-
-
-def test_of_a_tar_only_samples_that_are_used_are_read(tmp_path, monkeypatch):
-    (tmp_path / "raw").mkdir()
-    table = rows_of(150)
-    bytes_of = write_tar(tmp_path / "raw" / "a.tar", table)
-    columns = {"input_format": "webdataset", "image_column": "jpg", "caption_column": "txt", "id_column": "__key__"}
-    columns |= KNOWN
-    options = {"storage": str(tmp_path), "input_uri": str(tmp_path / "raw"), "resolutions": [32]}
-    raw = OnlineConfig(**options, **columns, row_filter="score == 1")
-    raw = detect.detect(raw).config
-    training = TrainingConfig(
-        latents_uri=str(tmp_path / "online"), resolution=32, global_batch_size=8, storage=str(tmp_path)
-    )
-    _, plan = planned(raw, training)
-    requests, parse = [], tarfile.open
-
-    def opened(fileobj, **options):
-        requests.append(len(fileobj.getvalue()) - 2 * tarfile.BLOCKSIZE)  # a tar's end is added
-        return parse(fileobj=fileobj, **options)
-
-    monkeypatch.setattr(tarfile, "open", opened)
-    seen = set()
-    for rows in transformed(plan, raw, 0, plan.steps_per_epoch):
-        rows = rows.filter(rows["keep"])
-        seen |= set(rows["id"].to_pylist())
-        assert set(rows["reason"].to_pylist()) <= {""}
-    rows = {f"{number:04d}": row for number, row in enumerate(table.to_pylist())}
-    wanted = {key for key, row in rows.items() if row["score"] and row["width"] > 20}
-    assert seen <= wanted and len(seen) == plan.steps_per_epoch * 8
-    assert sum(requests) == sum(bytes_of[key] for key in seen)
-
-
-def test_consecutive_chunks_share_a_read_of_a_row_group(tmp_path, monkeypatch):
-    """Also where only two row groups are kept: an epoch's chunks ask for them in turn."""
-    monkeypatch.setattr(plan_module, "CHUNK_BYTES", 60_000)
-    raw, training, _ = configs(tmp_path, row_group_size=50, training={"validation_share": 0.0}, **KNOWN)
-    _, plan = planned(raw, training)
-    reads, asked = collections.Counter(), set()
-
-    @functools.lru_cache(2)
-    def read_kept(*group):
-        reads[group] += 1
-        return index.read_row_group(*group)
-
-    def read_group(*group):
-        asked.add((chunk, *group))
-        return read_kept(*group)
-
-    read = functools.partial(encode.read_raw, config=raw, read_group=read_group)
-    for chunk in range(plan.chunks_per_epoch):
-        assert list(read_module.ChunkReader(plan, chunk, read).blocks(0, plan.steps_per_epoch))
-    assert plan.chunks_per_epoch >= 10 and len(asked) > 10
-    assert len(reads) == 4 and set(reads.values()) == {1}
 
 
 CAPTIONS = """

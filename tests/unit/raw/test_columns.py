@@ -1,6 +1,5 @@
 """Captions, ids and images of any usual type get in as they are, or are rejected with the reason."""
 
-import json
 import os
 import tarfile
 import uuid
@@ -14,54 +13,6 @@ from helpers.raw.images import BadImage
 from tests.raw_data import as_arrow, found, good, image, online_rows, refusal, rows_of, table, tar_of, write
 
 # ---- captions
-
-NOT_UTF8 = ("", "caption is not UTF-8")
-NO_TEXT = ("", "no caption")
-TEXT = "a so-called “cat” in a café"
-ENCODED = {
-    "1": (TEXT.encode(), (TEXT, "")),
-    "2": (TEXT.encode("utf-8-sig"), (TEXT, "")),
-    "3": (TEXT.encode("utf-16"), NOT_UTF8),
-    "4": (TEXT.encode() + bytes(7), (TEXT, "")),  # filled up, as in columns of a fixed size
-    "5": (TEXT.encode("cp1252"), NOT_UTF8),
-    "6": (TEXT.encode("utf-32"), NOT_UTF8),
-    "7": (TEXT.encode("utf-16-le"), NOT_UTF8),  # without its mark
-    "8": (b"x" * 2**17, ("", "caption of more than 65536 bytes")),
-    "9": ("\u200b\u2800\u3164 \n".encode(), ("", "empty caption")),  # nothing that is seen
-}
-VALUES = {
-    "1": (["a café", "b"], ("a café", "")),
-    "2": ([], ("", "no caption")),
-    "3": ({"en": "a"}, NO_TEXT),
-    "4": ("a", ("a", "")),
-    "5": ([["a"]], NO_TEXT),
-    "6": (["", None, "b"], ("b", "")),
-    "7": (None, ("", "no caption")),
-}
-
-
-def test_captions_are_utf8_or_rejected(tmp_path):
-    expected = {key: right for key, (_, right) in ENCODED.items()}
-    members = {
-        f"{key}.{end}": part for key, (data, _) in ENCODED.items() for end, part in (("jpg", image()), ("txt", data))
-    }
-    assert rows_of(write(tmp_path / "t", **{"a.tar": tar_of(members)}), id_column="__key__") == expected
-    assert rows_of(write(tmp_path / "f", **members)) == {f"{key}.jpg": right for key, right in expected.items()}
-    captions = pa.array([data for data, _ in ENCODED.values()], pa.binary())
-    rows = table(list(ENCODED), jpg=[image()] * 9, caption=captions.cast(pa.string(), safe=False))
-    assert rows_of(write(tmp_path / "p", **{"a.parquet": rows})) == expected
-
-
-def test_lists_in_json_are_captions_and_objects_are_none(tmp_path):
-    expected = {key: right for key, (_, right) in VALUES.items()}
-    texts = {key: json.dumps({"caption": value}) for key, (value, _) in VALUES.items()}
-    members = {f"{key}.{end}": data for key, text in texts.items() for end, data in (("jpg", image()), ("json", text))}
-    path = write(tmp_path / "t", **{"a.tar": tar_of(members)})
-    assert rows_of(path, caption_column="caption", id_column="__key__") == expected
-    lines = [json.dumps({"file_name": f"{key}.png", "text": value}) for key, (value, _) in VALUES.items()]
-    images = {f"{key}.png": image() for key in VALUES}
-    path = write(tmp_path / "f", **{"metadata.jsonl": "\n".join(lines)}, **images)
-    assert rows_of(path, id_column="file_name") == {f"{key}.png": right for key, right in expected.items()}
 
 
 def test_a_text_holds_a_caption_a_line_where_several_are_wanted(tmp_path):
@@ -93,17 +44,12 @@ def test_json_values_of_other_types_become_null(tmp_path):
 IMAGES = [image()] * 2
 COLUMNS = {
     "dictionary": ("caption", pa.array(["a", "b"]).dictionary_encode()),
-    "string_view": ("caption", pa.array(["a", "b"], pa.string_view())),
     "fixed_size_binary": ("caption", pa.array([b"a", b"b"], pa.binary(1))),
     "list": ("caption", pa.array([["a"], ["b", "c"]])),
-    "large_list": ("caption", pa.array([["a"], ["b"]], pa.large_list(pa.string()))),
-    "fixed_size_list": ("caption", pa.array([["a", "x"], ["b", "y"]], pa.list_(pa.string(), 2))),
     "list_view": ("caption", pa.array([["a"], ["b"]], pa.list_view(pa.string()))),
     "run ends": ("caption", pa.RunEndEncodedArray.from_arrays([1, 2], ["a", "b"])),
-    "large_binary": ("jpg", pa.array(IMAGES, pa.large_binary())),
     "dictionary of images": ("jpg", pa.array(IMAGES).dictionary_encode()),
     "struct": ("jpg", pa.array([{"bytes": one, "path": None} for one in IMAGES])),
-    "ids in a view": ("hash", pa.array(["1", "2"], pa.string_view())),
 }
 
 
@@ -127,12 +73,10 @@ def test_uuids_are_ids_as_people_write_them_and_other_bytes_hex_digits(tmp_path)
     "changes",
     [
         {"hash": pa.array([3, 4])},
-        {"hash": pa.array([3, 4], pa.uint64())},
         {"jpg": pa.array([{"bytes": one, "path": None} for one in IMAGES])},
         {"caption": pa.array([["c"], ["d", "e"]])},
-        {"width": pa.array([1, 2])},
     ],
-    ids=["int64", "uint64", "struct", "list", "unused"],
+    ids=["int64", "struct", "list"],
 )
 def test_files_of_different_types_are_brought_to_one(tmp_path, changes):
     more = {"caption": ["c", "d"], "width": ["x", "y"], **changes}
@@ -232,17 +176,3 @@ def test_links_in_tars_are_refused(tmp_path):
         info.type, info.linkname = tarfile.SYMTYPE, "1.jpg"
         tar.addfile(info)
     assert "'0.jpg' is a link: make the tar with `tar --dereference" in refusal(path)
-
-
-@pytest.mark.parametrize("format_", ["parquet", "webdataset", "imagefolder", "arrow"])
-def test_rows_are_found_again_by_their_location(tmp_path, format_):
-    files = {f"{n}.{end}": data for n in range(9) for end, data in (("jpg", image()), ("txt", f"cat {n}"))}
-    data = table(list("012345678"), caption=[f"cat {n}" for n in range(9)], jpg=[image()] * 9)
-    kinds = {"parquet": {"a.parquet": data}, "arrow": {"a.arrow": as_arrow(data, batch_rows=2)}}
-    kinds |= {"webdataset": {"a.tar": tar_of(files)}, "imagefolder": files}
-    config = found(write(tmp_path / "d", **kinds[format_]), input_format=format_).config
-    reader, ((path,), _), columns = inputs.reader(config), inputs.list_inputs(config), inputs.caption_names(config)
-    where = pa.concat_tables(reader.stream(path, [*columns, *reader.location]))
-    pieces = [where.take([7]), where.take([1, 2, 4])]
-    read = [rows[columns[0]].to_pylist() for rows in reader.read_rows(path, pieces, columns)]
-    assert read == [where[columns[0]].take([7]).to_pylist(), where[columns[0]].take([1, 2, 4]).to_pylist()]

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageCms
+from PIL import Image
 
 from helpers.raw import images
 from tests.peak import ROOT
-
-COLOUR = (200, 100, 50)
 
 
 def encoded(image, kind, **options):
@@ -70,12 +68,9 @@ def tiff(values, photometric, *, extra=None, size=None):
     [
         ("PNG", {}, 0),
         ("BMP", {}, 0),
-        ("TIFF", {}, 0),
         ("TIFF", {"compression": "tiff_lzw"}, 0),
         ("WEBP", {"lossless": True}, 0),
-        ("WEBP", {"quality": 95}, 12),
         ("JPEG", {"quality": 95}, 8),
-        ("JPEG", {"quality": 95, "progressive": True}, 8),
         ("GIF", {}, 60),
         ("AVIF", {"quality": 95}, 14),
     ],
@@ -84,39 +79,6 @@ def test_a_picture_keeps_its_colours_in_every_format(kind, options, tolerance):
     found = images.decode(encoded(photograph(), kind, **options))
     assert (found.mode, found.size) == ("RGB", (48, 32))
     assert difference(found, photograph()) <= tolerance
-
-
-@pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF"])
-def test_black_and_white_and_palettes_are_resolved(kind):
-    board = Image.fromarray(np.indices((16, 16)).sum(axis=0).astype(np.uint8) % 2 * 255)
-    assert difference(images.decode(encoded(board.convert("1"), kind)), board.convert("RGB")) == 0
-    flags = Image.new("RGB", (16, 16), COLOUR)
-    flags.paste((0, 0, 255), (0, 0, 8, 16))
-    palette = flags.quantize(2)
-    assert difference(images.decode(encoded(palette, kind)), palette.convert("RGB")) == 0
-
-
-# ---- transparency becomes white
-
-
-@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
-def test_alpha_becomes_white(kind):
-    image = Image.new("RGBA", (16, 16), (*COLOUR, 0))
-    image.paste((*COLOUR, 255), (0, 0, 8, 16))
-    image.paste((*COLOUR, 128), (0, 0, 8, 8))
-    options = {"lossless": True, "exact": True} if kind == "WEBP" else {}
-    found = np.asarray(images.decode(encoded(image, kind, **options)))
-    half = np.array(COLOUR) * 128 / 255 + 255 * 127 / 255
-    assert difference(found[12, 4], COLOUR) <= 1 and difference(found[4, 4], half) <= 1 and found[4, 12].min() == 255
-
-
-def test_a_pngs_transparent_colour_becomes_white():
-    image = Image.new("RGB", (4, 4), COLOUR)
-    image.putpixel((0, 0), (7, 7, 7))
-    found = np.asarray(images.decode(encoded(image, "PNG", transparency=COLOUR)))
-    assert found[0, 0].tolist() == [7] * 3 and found[3, 3].tolist() == [255] * 3
-    deep = Image.fromarray(np.array([[257, 25700]], np.uint16))
-    assert np.asarray(images.decode(encoded(deep, "PNG", transparency=25700)))[0, :, 0].tolist() == [1, 255]
 
 
 # ---- colour profiles
@@ -135,10 +97,6 @@ def icc_profile(space, tags, pcs=b"XYZ ", device=b"mntr"):
 
 
 WHITE = (0.9642, 1, 0.8249)
-PRIMARIES = {
-    "Adobe RGB": ((0.60974, 0.31111, 0.01947), (0.20528, 0.62567, 0.06087), (0.14919, 0.06322, 0.74457), 2.2),
-    "ProPhoto": ((0.79767, 0.28804, 0), (0.13519, 0.71188, 0), (0.03134, 0.00009, 0.82491), 1.8),
-}
 
 
 def numbers(values):
@@ -158,7 +116,9 @@ def rgb_profile(red, green, blue, power):
     return icc_profile(b"RGB ", {b"rXYZ": xyz(red), b"gXYZ": xyz(green), b"bXYZ": xyz(blue), **curves})
 
 
-PROFILES = {name: rgb_profile(*values) for name, values in PRIMARIES.items()}
+ADOBE_RGB = rgb_profile((0.60974, 0.31111, 0.01947), (0.20528, 0.62567, 0.06087), (0.14919, 0.06322, 0.74457), 2.2)
+# As on their paper. Without black point compensation the darkest would be the grey (48, 48, 48).
+INKS = {(0, 0, 0, 0): (255, 255, 255), (0, 0, 0, 255): (0, 0, 0), (255, 0, 0, 0): (0, 161, 213)}
 GREY_PROFILE = icc_profile(b"GRAY", {b"kTRC": gamma(1)})
 
 
@@ -186,35 +146,6 @@ def test_an_image_that_was_cut_short_is_a_broken_one(kind, options):
             images.decode(data[:end])
 
 
-def test_greys_with_a_profile_of_greys_or_of_rgb_become_srgb():
-    """Linear light of a half is 188 in sRGB."""
-    deep = Image.fromarray(np.full((8, 8), 128 * 257, np.uint16))
-    for picture in (Image.new("L", (8, 8), 128), Image.new("LA", (8, 8), (128, 255)), deep):
-        found = images.decode(encoded(picture, "PNG", icc_profile=GREY_PROFILE))
-        assert difference(found.getpixel((4, 4)), (188, 188, 188)) <= 2
-    found = images.decode(encoded(Image.new("L", (8, 8), 128), "JPEG", icc_profile=PROFILES["ProPhoto"]))
-    assert difference(found.getpixel((4, 4)), (146, 146, 146)) <= 2  # gamma 1.8
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
-def test_inks_are_seen_as_on_their_paper_and_the_darkest_as_black(kind):
-    """Black point compensation: without it, the blackest ink would be the grey (48, 48, 48)."""
-    inks = {(0, 0, 0, 0): (255, 255, 255), (0, 0, 0, 255): (0, 0, 0), (255, 0, 0, 0): (0, 161, 213)}
-    for ink, right in inks.items():
-        data = encoded(Image.new("CMYK", (32, 32), ink), kind, icc_profile=ink_profile(), quality=98)
-        assert difference(images.decode(data).getpixel((9, 9)), right) <= 5
-
-
-def test_a_profile_that_is_srgb_broken_or_of_other_colours_changes_no_pixel():
-    picture = photograph()
-    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    for profile in (srgb, b"no profile", PROFILES["ProPhoto"][:200], GREY_PROFILE, ink_profile()):
-        data = encoded(picture, "PNG", icc_profile=profile)
-        assert difference(images.decode(data), picture) == 0
-        note = images.make_pixels(data, shapes={32: [(32, 32)]}).note
-        assert note == ("broken colour profile" if profile[:2] == b"no" or len(profile) == 200 else "")
-
-
 # ---- orientation
 
 
@@ -240,15 +171,8 @@ def test_every_exif_orientation_is_applied(orientation, kind):
     assert found.size == upright.size and difference(found, upright) <= 12
 
 
-@pytest.mark.parametrize(
-    "exif",
-    [
-        b"Exif\x00\x00",
-        b"Exif\x00\x00II*\x00\x08\x00\x00\x00\xff\xff" + b"\x12\x01\x03\x00\xff\xff\xff\xff" * 4,
-        b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\x00\x01\x01\x12\x00\x02\x00\x00\x00\x04abc\x00\x00\x00\x00\x00",
-    ],
-)
-def test_a_broken_exif_block_is_ignored(exif):
+def test_a_broken_exif_block_is_ignored():
+    exif = b"Exif\0\0II*\0\x08\0\0\0\xff\xff" + b"\x12\x01\x03\0\xff\xff\xff\xff" * 4
     data = encoded(photograph(), "JPEG", quality=98, exif=exif)
     assert difference(images.decode(data), photograph()) <= 8
 
@@ -325,13 +249,6 @@ def test_a_jpeg_has_the_pixels_that_pillow_gives_it(photo, mode, options):
     assert images.jpeg_pixels(images.open_image(data), data, 1).tobytes() == Image.open(io.BytesIO(data)).tobytes()
 
 
-def test_a_jpegs_broken_profile_costs_no_pixel(photo):
-    data = encoded(photo.resize((64, 64)), "JPEG", icc_profile=bytes(100_000))
-    number = data.rindex(b"ICC_PROFILE\0") + 12  # of one of the segments that hold it
-    made = images.make_pixels(data[:number] + b"\7" + data[number + 1 :], shapes={64: [(64, 64)]})
-    assert made.note == images.BROKEN_PROFILE and (made.pixels[64, 64] == images.decode(data)).all()
-
-
 @pytest.mark.parametrize("side", [256, 512])
 @pytest.mark.parametrize("options", [{}, {"subsampling": 0, "quality": 98}, {"orientation": 6}, {"orientation": 3}])
 def test_a_jpeg_decoded_at_a_smaller_scale_has_the_pixels_of_a_whole_one(side, options, photo):
@@ -364,8 +281,6 @@ def test_width_and_height_columns_of_a_turned_image_are_named():
     ("name", "data"),
     [
         ("HEIC", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"),
-        ("HEIC", b"\0\0\0\x1cftypmif1\0\0\0\0mif1heicmiaf"),
-        ("JXL", b"\xff\x0a\xfa\x1f"),
         ("JXL", b"\0\0\0\x0cJXL \r\n\x87\n"),
         ("JPEG 2000", encoded(photograph(), "JPEG2000")),
         ("PSD", b"8BPS\0\1"),
@@ -379,19 +294,14 @@ def test_a_format_that_is_not_read_is_named(name, data):
         images.decode(data + bytes(200))
 
 
-def test_too_many_pixels_are_refused_before_decoding():
-    for size in ((9460, 9460), (100_000, 100_000), (2**31 - 1, 2**31 - 1), (89_478_486, 1)):
-        with pytest.raises(images.BadImage, match="^too many pixels$"):
-            images.decode(png(*size))
-    with pytest.raises(images.BadImage, match="^broken image$"):
-        images.decode(png(9459, 9459))  # just below the limit: it is only empty
-
-
 BOUNDS = ("too many pixels", "too many bytes when decoded", "too many scans")
 
 
-def test_a_picture_of_too_many_bytes_is_refused_before_it_is_decoded():
-    """They are counted in the depth that the file has: at most 512 MiB."""
+def test_a_picture_of_too_many_pixels_or_bytes_is_refused_before_it_is_decoded():
+    """Bytes are counted in the depth that the file has: at most 512 MiB."""
+    for side, reason in ((9460, "too many pixels"), (9459, "broken image")):  # the smaller one is only empty
+        with pytest.raises(images.BadImage, match=f"^{reason}$"):
+            images.decode(png(side, side))
     pixel = np.zeros((1, 1, 4), np.uint16)
     with pytest.raises(images.BadImage, match="^broken image$"):
         images.decode(tiff(pixel, 2, extra=2, size=(8192, 8192)))  # it is only empty
@@ -442,23 +352,6 @@ def test_any_bytes_are_an_rgb_picture_or_a_bad_image(data):
         assert found.mode == "RGB" and found.width * found.height > 0
 
 
-# ---- crop, resize, normalise
-
-
-@pytest.mark.parametrize(
-    ("size", "ratio", "box"),
-    [
-        ((96, 64), 1.0, (16, 0, 80, 64)),
-        ((96, 64), 2.0, (0, 8, 96, 56)),
-        ((64, 96), 0.5, (8, 0, 56, 96)),
-        ((96, 64), 1.5, (0, 0, 96, 64)),
-        ((1, 300), 5.0, (0, 149, 1, 150)),
-    ],
-)
-def test_a_crop_is_the_largest_of_its_ratio(size, ratio, box):
-    assert images.center_crop(size, ratio) == (box, False)
-
-
 # ---- the table of the documentation
 
 
@@ -507,12 +400,16 @@ IN_THE_MIDDLE = np.asarray(STEP)[0, 5:35, 0].astype(float)
 FRAMES = {"save_all": True, "append_images": [Image.new("L", (4, 4), 99)]}
 TABLE = {
     "an ICC profile of RGB, grey or CMYK": (
-        lambda: first_pixel("RGB", (60, 180, 60), icc_profile=PROFILES["Adobe RGB"]),
-        (0, 181, 42),
+        lambda: [
+            first_pixel("RGB", (60, 180, 60), icc_profile=ADOBE_RGB),
+            first_pixel("L", 128, icc_profile=GREY_PROFILE),  # linear light of a half
+            *(first_pixel("CMYK", ink, "TIFF", icc_profile=ink_profile()) for ink in INKS),
+        ],
+        [(0, 181, 42), (188, 188, 188), *INKS.values()],
     ),
     "a broken profile, or one of other colours": (
-        lambda: first_pixel("RGB", (60, 180, 60), icc_profile=GREY_PROFILE),
-        (60, 180, 60),
+        lambda: [first_pixel("RGB", (60, 180, 60), icc_profile=one) for one in (b"no profile", GREY_PROFILE)],
+        [(60, 180, 60)] * 2,
     ),
     "CMYK without a profile": (lambda: first_pixel("CMYK", (55, 0, 255, 102), "TIFF"), (120, 153, 0)),
     "transparency": (lambda: first_pixel("RGBA", (200, 100, 0, 51)), (244, 224, 204)),
@@ -565,7 +462,7 @@ TABLE = {
 @pytest.mark.parametrize("line", TABLE)
 def test_the_documentations_table_of_colours_is_true(line):
     found, right = TABLE[line]
-    assert found() == right if "ICC" not in line else difference(found(), right) <= 3
+    assert found() == right if "ICC" not in line else difference(found(), right) <= 5
 
 
 def test_each_line_of_the_documentations_table_is_tested():

@@ -175,10 +175,16 @@ RULES = {
     "byte order mark": ("\ufeffa cat", ("a cat", "")),
     "too long": ("x" * 70_000, ("", "caption of more than 65536 bytes")),
     "a list": (["", "a cat", "b"], ("a cat", "")),
+    "an object": ({"en": "a cat"}, ("", "no caption")),
     "private use": ("\ue000", ("\ue000", "")),
 }
 TYPED = ("metadata.csv", "parquet", "arrow")
-LACKING = {"NaN": TYPED, "a list": TYPED, "filled with NUL": ("metadata.csv",)}  # formats that have no such value
+LACKING = {
+    "NaN": TYPED,
+    "a list": TYPED,
+    "an object": TYPED,
+    "filled with NUL": ("metadata.csv",),
+}  # formats that have no such value
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ from helpers.config import TrainingConfig
 from helpers.encode import captions, encoder
 from helpers.latents.manifest import DataSets
 from helpers.lesson import ablations
-from helpers.model import denoisers
 from helpers.model.denoisers import build_denoiser, load_denoiser_config
-from helpers.production.card import data_card, model_card, size_category
+from helpers.production.card import data_card, model_card
 from helpers.sample import export_pipeline, pipeline_of_run
 from tests.faults import slow
 from tests.models import MOST_TOKENS, WIDTH, tiny_model
@@ -86,13 +85,6 @@ def test_a_prompt_alone_draws_the_trained_size(exported, name):
     folder, size = exported[name]
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder)
     assert pipeline("a red circle", num_inference_steps=1).images[0].size == (size, size)
-
-
-def test_sd2_base_trained_at_256_draws_256():
-    with torch.device("meta"):
-        unet = build_denoiser("sd2-base")
-    denoisers.adapter_of(unet).set_default_size(unet, 256, 32)
-    assert unet.config.sample_size == 32
 
 
 # ---- the files
@@ -184,8 +176,3 @@ def test_latents_get_a_data_card_that_names_no_secret_and_no_folder(tmp_path):
         assert f"| {line} |" in card.text, line
     assert "# Latents of s3://bucket/pictures" in card.text
     assert not re.search("secret|/home/me|key:", str(card))
-
-
-@pytest.mark.parametrize(("rows", "named"), [(999, "n<1K"), (1000, "1K<n<10K"), (10**9, "1B<n<10B"), (10**12, "n>1T")])
-def test_a_number_of_rows_is_called_as_the_hub_calls_it(rows, named):
-    assert size_category(rows) == named

@@ -2,17 +2,16 @@
 
 import pathlib
 import signal
-import zlib
 
 import pytest
 import ray
 import torch
 
-from helpers import cluster, distributed, storage
+from helpers import distributed, storage
 from helpers.config import TrainingConfig
 from helpers.production.extras import sick_devices
 from helpers.train import run_folder, start
-from helpers.train.metrics import MetricsLog, MetricsReader, read_metrics, samples_crc32
+from helpers.train.metrics import MetricsLog, MetricsReader, StepLog, read_metrics
 from helpers.train.source import StepSource
 from tests.processes import run_script
 
@@ -52,10 +51,6 @@ def test_a_metrics_reader_gets_each_whole_line_once(run_uri):
     path.write_text(whole)
     assert [line["step"] for line in reader.read()] == [2]
     assert reader.read() == []
-
-
-def test_the_checksum_is_of_the_ids_as_sorted_text():
-    assert samples_crc32([10, 9, "a"]) == zlib.crc32(b"10\n9\na")
 
 
 def write_checkpoint(run_uri, step, attempt=1, files=(("a", 3),)):
@@ -129,16 +124,6 @@ def test_the_reason_of_a_failure_is_recorded_once(run_uri):
     for text in ("worker 0: it died", "worker 0: it died", "worker 1: it died"):
         run_folder.write_failure(run_uri, text)
     assert run_folder.read_failures(run_uri) == ["worker 0: it died", "worker 1: it died"]
-
-
-def test_an_error_is_summarized_in_a_sentence():
-    sentences = {
-        "Traceback (most recent call last):\n  File x\nRuntimeError: too large": "RuntimeError: too large",
-        "The actor died unexpectedly. Some causes include: (1)\n\tactor_id: 35\n": "The actor died unexpectedly",
-        "A worker health check failed.\nThe actor is dead because of x. More": "The actor is dead because of x",
-        "": "no message",
-    }
-    assert {text: cluster.summarize_error(text) for text in sentences} == sentences
 
 
 def test_a_device_or_link_that_computes_wrongly_is_found(monkeypatch):
@@ -257,3 +242,15 @@ def test_compiling_another_size_and_slow_uploads_are_no_hang():
     assert watched(steps) == (0, "ended\n")
     code, said = watched(f"{steps}\n    pause()")
     assert code == -signal.SIGKILL and "hung True\n" in said
+
+
+def test_metrics_that_cannot_be_written_stop_the_worker(tmp_path, monkeypatch):
+    log = StepLog(str(tmp_path), 2)
+
+    def refuse(*arguments):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(log.file, "write", refuse)
+    log.write(1, {"loss": 1.0}, [])
+    with pytest.raises(OSError, match="the disk is full"):
+        log.write(2, {"loss": 1.0}, [])

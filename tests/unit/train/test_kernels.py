@@ -2,7 +2,6 @@
 
 import json
 import os
-import warnings
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.distributed import local
 from helpers.evaluate import validation_loss
 from helpers.model.denoisers import load_denoiser_config
-from helpers.train.step import TrainStep
 from tests.steps import column, held_out, train, units
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,16 +101,3 @@ def test_the_host_waits_for_the_device_once_a_step(group_of_one, build_step, row
         state.step(2, batch)
         assert torch.tensor(1).item() == 1
     assert counted.number - 1 <= 1
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_host_waits_for_a_gpu_once_a_step(recipe, manifest, rows):
-    state = TrainStep(recipe(micro_batch_size=1), manifest, "cuda")
-    train(state, rows, 0, 2)
-    batch = units(state, rows, 2)
-    torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as waits:
-        warnings.simplefilter("always")
-        state.step(2, batch)
-    torch.cuda.set_sync_debug_mode("default")
-    assert sum("synchronizing CUDA operation" in str(wait.message) for wait in waits) <= 1

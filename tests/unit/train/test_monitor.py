@@ -8,17 +8,15 @@ import sys
 import threading
 
 import nbformat
-import numpy as np
 import pytest
 
 from helpers import notebook as runtime_progress
 from helpers import storage
 from helpers.config import TrainingConfig
-from helpers.notebook import Progress, time
+from helpers.notebook import time
 from helpers.production import monitor
 from helpers.production.extras import results
 from helpers.production.extras.evaluate import Evaluate
-from helpers.sample import to_png
 from helpers.train import metrics, run_folder
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -51,19 +49,6 @@ def terminal(tmp_path, monkeypatch):
     with open(tmp_path / "terminal", "w+") as file:
         monkeypatch.setattr(runtime_progress, "batch_terminal", file.fileno)
         yield lambda: pathlib.Path(file.name).read_text().strip().splitlines()
-
-
-def test_progress_prints_a_line_every_ten_seconds_and_at_the_end(terminal, monkeypatch):
-    now = iter([0.0, 1.0, 2.0, 11.5, 12.0, 12.5, 13.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    progress = Progress("encoded")
-    for done in (0, 100, 1050, 1100, 2000, 2000):
-        progress(done, 2000)
-    assert terminal() == [
-        "encoded: 0 of 2,000 rows in 0:00:01",
-        "encoded: 1,050 of 2,000 rows in 0:00:12, 0:00:10 left",
-        "encoded: 2,000 of 2,000 rows in 0:00:12",
-    ]
 
 
 def test_a_run_shows_loss_speed_and_lost_workers(terminal, tmp_path, capsys):
@@ -158,25 +143,3 @@ def test_a_run_that_is_stopped_says_where_it_goes_on(step, sentence, tmp_path):
         save_run(config, step)
     with pytest.raises(KeyboardInterrupt, match=f"^{sentence}$"), monitor.monitor_run(config):
         raise KeyboardInterrupt
-
-
-def test_a_time_left_is_shown_when_it_means_something(terminal, monkeypatch):
-    now = iter([0.0, 1.0, 2.0, 20.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    progress = Progress("run a", "steps", seconds_between_lines=0)
-    progress.begin(0, 1000, "starting the workers")
-    for done in (1, 2, 300):
-        progress(done, 1000)
-    first, early, later = terminal()
-    assert "left" not in first + early and later.endswith("left")
-
-
-def test_the_images_of_an_evaluation_appear_below_the_progress(tmp_path, monkeypatch):
-    config = TrainingConfig(storage=str(tmp_path), run_name="a", max_steps=20)
-    shown, png = [], to_png(np.zeros((8, 8, 3), np.uint8))
-    monkeypatch.setattr(monitor, "get_ipython", lambda: True)
-    monkeypatch.setattr(monitor, "display", lambda image, **options: shown.append(image))
-    with monitor.monitor_run(config):
-        storage.write_bytes(results.grid_uri(config.run_uri, 10), png)
-        results.write_result(config.run_uri, {"step": 10, "validation_loss": 0.2})
-    assert [(image.data, image.alt) for image in shown] == [(png, "Images of prompts after step 10")]

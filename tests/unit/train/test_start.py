@@ -178,9 +178,7 @@ def with_config(folder, target, **changes):
 @pytest.mark.parametrize(
     "change",
     [
-        {"attention_head_dim": 4},
         {"timestep_post_act": "silu"},
-        {"norm_eps": 1e-6},
         {"_class_name": "PRXTransformer2DModel"},
     ],
     ids=str,
@@ -208,9 +206,7 @@ def test_a_config_means_the_same_in_other_words(published, second, tmp_path):
 @pytest.mark.parametrize(
     ("scheduler", "objective"),
     [
-        ({"_class_name": "PNDMScheduler"}, "epsilon"),
         ({"_class_name": "DDIMScheduler", "prediction_type": "epsilon"}, "epsilon"),
-        ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, "flow"),
         ({"_class_name": "DPMSolverMultistepScheduler", "prediction_type": "flow_prediction"}, "flow"),
     ],
     ids=str,
@@ -272,10 +268,6 @@ def test_a_run_whose_name_ends_in_a_step_is_that_run(first, second):
     assert run_folder.find_run("first@8", runs_uri) == (f"{runs_uri}/first", 8)
 
 
-def vector(denoiser):
-    return torch.cat([tensor.flatten() for tensor in denoiser.state_dict().values()])
-
-
 @pytest.mark.parametrize("saves", [("1GB", "200KB"), ("200KB", "1GB"), ("100KB", "200KB"), ("200KB", "100KB")])
 @pytest.mark.parametrize("copied", [False, True])
 def test_weights_that_were_saved_twice_into_one_folder_are_those_that_diffusers_loads(second, tmp_path, saves, copied):
@@ -304,7 +296,6 @@ def harm_weights(path, harm):
     changed = {
         "shape": lambda tensor: torch.ones(1),
         "nan": lambda tensor: tensor.clone().index_fill_(0, torch.tensor([1]), float("nan")),
-        "bf16 infinity": lambda tensor: (tensor / 0).bfloat16(),
         "whole numbers": lambda tensor: tensor.int(),
         "extra": lambda tensor: tensor,
     }
@@ -318,7 +309,6 @@ def harm_weights(path, harm):
         ("cut", "is missing, cut short or no safetensors file"),
         ("shape", r"hold conv_in.weight with shape \[1\], and unet_config=.* has \[32, 4, 3, 3\]"),
         ("nan", "hold numbers in conv_in.weight that are not finite"),
-        ("bf16 infinity", "hold numbers in conv_in.weight that are not finite"),
         ("whole numbers", "hold conv_in.weight as torch.int32"),
         ("extra", "hold other, which unet_config=.* does not have"),
     ],

@@ -18,7 +18,6 @@ from helpers.production.extras import results, trackers
 from helpers.production.extras.trackers import Trackers
 from helpers.sample import to_png
 from helpers.train import run_folder
-from helpers.train.metrics import MetricsLog
 
 ROOT = pathlib.Path(__file__).parents[3]
 LINE = {"loss": 0.5, "learning_rate": 1e-3, "grad_norm": 2.0}
@@ -28,16 +27,6 @@ IMAGE = np.zeros((4, 6, 3), np.uint8)
 
 def extras(*names):
     return {"trackers": Trackers(names=list(names))}
-
-
-def take_steps(config, *steps):
-    log = MetricsLog(config.run_uri)
-    for step in steps:
-        log.write(step, {**LINE, **SPEED, "num_kept": 1}, [step])
-    storage.write_json(
-        storage.join(config.run_uri, "validation", f"{steps[-1]:09d}.json"),
-        {"step": steps[-1], "validation_loss": 0.25, "unweighted": 0.3, "rows": 2},
-    )
 
 
 def records(folder):
@@ -68,16 +57,6 @@ def tracked(monkeypatch):
 
     monkeypatch.setitem(trackers.TRACKERS, "tensorboard", stand_in)
     return seen
-
-
-def test_trackers_get_steps_and_validations(config, tracked):
-    take_steps(config, 1)  # of an earlier driver
-    with monitor.monitor_run(config, extras("tensorboard"), every=60):
-        take_steps(config, 2, 3)
-    by_kind = {"validation_loss" in values: (step, values) for step, values in tracked}
-    assert sorted(step for step, _ in tracked) == [2, 3, 3]
-    assert {**LINE, **SPEED}.items() <= by_kind[False][1].items()
-    assert by_kind[True] == (3, {"validation_loss": 0.25, "unweighted": 0.3, "rows": 2})
 
 
 def test_an_evaluation_is_tracked_when_it_is_over(config, tracked, capsys):
@@ -152,17 +131,6 @@ def stand_in_wandb(calls):
         calls.append(("finish",))
 
     return types.SimpleNamespace(init=init, Image=lambda image: ("image", image.shape))
-
-
-def test_wandb_gets_the_run_and_its_values(config, monkeypatch):
-    """A stand-in with the calls of the real one, which is not installed here."""
-    calls = []
-    monkeypatch.setitem(sys.modules, "wandb", stand_in_wandb(calls))
-    with Trackers(names=["wandb"]).on_driver(config) as track:
-        track(7, {"loss": 0.5, "sample": IMAGE})
-    assert calls[0][1]["name"] == "tracked" and calls[0][1]["config"]["max_steps"] == 3
-    logged = {"step": 7, "loss": 0.5, "sample": ("image", (4, 6, 3))}
-    assert calls[1:] == [("*", "step"), ("log", logged), ("finish",)]
 
 
 @contextlib.contextmanager
