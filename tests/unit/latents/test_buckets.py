@@ -19,8 +19,8 @@ from helpers.latents.plan import plan_run, read_files
 from helpers.latents.read import latents_reader, split_units
 from helpers.model.denoisers import build_denoiser
 from helpers.production import monitor
-from helpers.production.data.validation_set import ValidationSet
 from helpers.production.checks import training
+from helpers.production.data.validation_set import ValidationSet
 from helpers.raw import images, inputs
 from helpers.train.step import TrainStep, Unit
 from tests.latents import read_steps, write_job
