@@ -167,9 +167,9 @@ def version(uri: str | os.PathLike) -> tuple[int, int]:
 def walk(uri: str | os.PathLike, recursive: bool = True) -> Iterator[tuple[str, int | None]]:
     """Yield `(path below uri, bytes)` of the files in a folder, in any order; nothing if there is no folder.
 
-    Bytes are None for what cannot be opened: a link that leads nowhere, a FIFO, a name that is not UTF-8 (with "?" for
-    its odd bytes). Folders that may not be read are left out. Raises ValueError for a key with an empty part, which
-    pyarrow cannot open.
+    Bytes are None for what cannot be opened: a link that leads nowhere, a FIFO, a folder that may not be read, a name
+    that is not UTF-8 (with "?" for its odd bytes). Raises ValueError for a key with an empty part, which pyarrow cannot
+    open.
     """
     filesystem, path = open_filesystem(uri)
     if isinstance(filesystem, fs.LocalFileSystem):
@@ -190,7 +190,8 @@ def _walk_disk(root: str, recursive: bool) -> Iterator[tuple[str, int | None]]:
         identity = about.st_dev, about.st_ino, *name
         return identity not in seen and not seen.add(identity)
 
-    for folder, folders, files in os.walk(root, followlinks=True):
+    unreadable: list[OSError] = []
+    for folder, folders, files in os.walk(root, followlinks=True, onerror=unreadable.append):
         folders[:] = [one for one in sorted(folders) if recursive and is_new(os.stat(os.path.join(folder, one)))]
         for file in sorted(files):
             path = os.path.join(folder, file)
@@ -203,6 +204,10 @@ def _walk_disk(root: str, recursive: bool) -> Iterator[tuple[str, int | None]]:
                 continue
             if is_new(about, file):
                 yield below, about.st_size if stat.S_ISREG(about.st_mode) else None
+    for error in unreadable:
+        if error.filename == root:
+            raise error
+        yield os.path.relpath(error.filename, root), None
 
 
 def list_files(uri: str | os.PathLike, suffix: str | tuple[str, ...] = "", recursive: bool = False) -> list[str]:

@@ -295,6 +295,11 @@ class Plan:
         """Rows per block, the same for all: with this as its `batch_size`, a stage receives one block at a time."""
         return self.unit_rows * self.block_steps
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sources."""
+        return sum(shape.num_rows for shape in self.shapes)
+
     @functools.cached_property
     def sources(self) -> list[Source]:
         return [source for shape in self.shapes for source in shape.sources]

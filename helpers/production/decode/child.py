@@ -1,4 +1,4 @@
-"""The process in which `isolated` decodes. It imports this module and those of what it is sent, nothing else."""
+"""The process in which `isolated` decodes. It imports PyTorch, this module and those of what it is sent."""
 
 from __future__ import annotations
 

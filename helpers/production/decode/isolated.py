@@ -75,7 +75,8 @@ class Child:
 
     def __init__(self):
         self.socket, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-c", f"from {serve.__module__} import serve; serve()"]
+        # PyTorch, which resizes, is loaded first: that takes seconds, which no image must pay for.
+        command = [sys.executable, "-P", "-c", f"import torch; from {serve.__module__} import serve; serve()"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with theirs:
             # In a session of its own, or the interrupt of a notebook's cell would end it.

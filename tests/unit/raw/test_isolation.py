@@ -16,7 +16,7 @@ from tests import killing_pictures
 from tests.killing_pictures import HANGS, KILLED, KILLS, RAISES
 from tests.unit.raw.test_images import encoded, photograph
 
-SHAPES = {64: [(64, 64)]}  # that of `GOOD`: to resize, the child would load PyTorch, which takes seconds
+SHAPES = {64: [(64, 64)]}
 GOOD = encoded(photograph(64, 64), "PNG")
 work = functools.partial(killing_pictures.make_pixels, shapes=SHAPES)
 
@@ -76,7 +76,7 @@ from helpers.production.decode import isolated
 from tests import killing_pictures
 
 (found,) = isolated.run_apart(killing_pictures.loaded_modules, [(b"",)], 60)
-print({"pyarrow", "ray", "torch", "pandas"} & found, "PIL" in found)
+print({"pyarrow", "ray", "transformers", "pandas"} & found, "PIL" in found)
 """
 
 
