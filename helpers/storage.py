@@ -205,9 +205,10 @@ def _walk_disk(root: str, recursive: bool) -> Iterator[tuple[str, int | None]]:
             if is_new(about, file):
                 yield below, about.st_size if stat.S_ISREG(about.st_mode) else None
     for error in unreadable:
-        if error.filename == root:
+        if error.filename != root:
+            yield os.path.relpath(error.filename, root), None
+        elif isinstance(error, PermissionError):
             raise error
-        yield os.path.relpath(error.filename, root), None
 
 
 def list_files(uri: str | os.PathLike, suffix: str | tuple[str, ...] = "", recursive: bool = False) -> list[str]:
