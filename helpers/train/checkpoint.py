@@ -278,8 +278,9 @@ def read(folder: str, state: dict, no_dist: bool) -> None:
 class DamagedCheckpoint(ValueError):
     """Raised for a checkpoint that is not safe to use: its bytes have changed, or its content is not allowed.
 
-    Two kinds of content are not allowed:
+    Three kinds of content are not allowed:
         - Metadata that names a class which PyTorch's checkpoints do not contain.
+        - Metadata that names a file outside of the checkpoint's folder.
         - Entries that are not tensors, which PyTorch would unpickle.
     """
 
@@ -295,7 +296,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads a local checkpoint's metadata by `MetadataUnpickler`."""
+    """Reads a local checkpoint's metadata by `MetadataUnpickler`, and no file outside of the folder."""
 
     def __init__(self, folder: str):
         super().__init__(folder)
@@ -303,6 +304,9 @@ class SafeReader(dcp.FileSystemReader):
         self.metadata = MetadataUnpickler(io.BytesIO(pathlib.Path(folder, METADATA).read_bytes())).load()
         self.metadata.storage_meta = self.metadata.storage_meta or dcp_metadata.StorageMeta()
         self.metadata.storage_meta.load_id = self.load_id
+        for stored in self.metadata.storage_data.values():
+            if (name := stored.relative_path) != os.path.basename(name):
+                raise DamagedCheckpoint(f"{METADATA} of {folder} names a file outside of it: {name!r}.")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
         return self.metadata

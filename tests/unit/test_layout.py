@@ -14,7 +14,7 @@ import tokenize
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = ("Preprocessing.ipynb", "Training.ipynb", "Online_Preprocessing_and_Training.ipynb")
 PARAMETERS = 69
-CLOSURE = {"modules": 13, "lines": 1_784}  # of `train.loop`
+CLOSURE = {"modules": 13, "lines": 1_900}  # of `train.loop`
 ROOMS = {"online": {"online"}, "production": {"online", "production"}, "lesson": {"online", "production", "lesson"}}
 
 

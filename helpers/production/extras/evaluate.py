@@ -21,7 +21,7 @@ import ray.train.collective
 from ray.autoscaler.v2.sdk import get_cluster_status
 
 from ... import cluster, storage
-from ...config import Location, Model, Real, TrainingConfig
+from ...config import Count, Location, Model, Real, TrainingConfig
 from ...train import run_folder
 from ...train.extra import Extra, Hook
 from . import results, validated
@@ -50,10 +50,10 @@ class Evaluate(Extra):
             and by attribute, for data whose images a program can judge. None: not measured.
     """
 
-    every: pydantic.PositiveInt = 500
+    every: Count = 500
     prompts: list[str] | str | None = None
     guidance_scale: Annotated[Real, pydantic.Field(ge=1)] = 2.0
-    sampling_steps: pydantic.PositiveInt = 20
+    sampling_steps: Count = 20
     sampler: Literal["auto", "ddim", "dpm++", "euler", "unipc"] = "auto"
     clip_model: Model | None = "tiny-clip"
     best_by: Loss | Literal["clip_score", "cmmd", "agreement"] = "validation_loss"

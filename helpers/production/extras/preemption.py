@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pydantic
 import ray.train
 import ray.train.collective
 
+from ...config import Amount, Positive
 from ...train.extra import Extra, Hook
 from . import validated
 
@@ -29,8 +29,8 @@ class Preemption(Extra):
     the lost one, and no checkpoint here is complete without the part of each worker, under "ddp" too.
     """
 
-    every_seconds: pydantic.PositiveFloat = 2.0
-    grace_seconds: pydantic.NonNegativeFloat = 0.0
+    every_seconds: Positive = 2.0
+    grace_seconds: Amount = 0.0
 
     def __call__(self, run: Run) -> Hook:
         return Notice(self.every_seconds)

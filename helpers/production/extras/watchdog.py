@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import pydantic
 import ray.train
 
-from ...config import TrainingConfig
+from ...config import Positive, TrainingConfig
 from ...train import run_folder
 from ...train.extra import Extra, Hook
 from . import validated
@@ -43,7 +42,7 @@ class Watchdog(Extra):
     without them Ray Train logs a warning and goes on.
     """
 
-    timeout: pydantic.PositiveFloat = 600.0
+    timeout: Positive = 600.0
     asks_nccl: bool = False
 
     def __call__(self, run: Run) -> contextlib.AbstractContextManager[Hook]:

@@ -29,6 +29,7 @@ def test_a_job_changes_the_list_by_name_and_keeps_its_order():
         ({"meter": {"every": 3}}, "meter has no 'every'"),
         ({"watchdog": {"time": 3}}, "watchdog has no 'time': choose from timeout"),
         ({"watchdog": {"timeout": "soon"}}, "timeout='soon'"),
+        ({"watchdog": {"timeout": True}}, "timeout=True"),
         ({"watchdog": 60}, "watchdog=60 must map"),
     ],
 )

@@ -226,6 +226,17 @@ def test_code_in_a_foreign_checkpoints_entries_is_not_run(tmp_path):
     assert not canary.exists()
 
 
+def test_metadata_that_names_a_file_elsewhere_is_refused(run, tmp_path):
+    newest = run / run_folder.checkpoint_name(2, 1)
+    metadata = pickle.loads((newest / METADATA).read_bytes())
+    for stored in metadata.storage_data.values():
+        stored.relative_path = f"../{run_folder.checkpoint_name(1, 1)}/{stored.relative_path}"
+    (newest / METADATA).write_bytes(pickle.dumps(metadata))
+    sum_again(newest)
+    with pytest.raises(DamagedCheckpoint, match="names a file outside of it"):
+        checkpoint.load_weights(str(newest), torch.nn.Linear(256, 256), "model")
+
+
 def test_every_file_of_a_checkpoint_has_checksums_of_its_parts(run, monkeypatch):
     newest = run / run_folder.checkpoint_name(2, 1)
     progress = json.loads((newest / run_folder.PROGRESS).read_text())
