@@ -79,8 +79,8 @@ class DescribedFigure(Figure):
     def _repr_mimebundle_(self, include=None, exclude=None):
         drawn, png = io.BytesIO(), io.BytesIO()
         self.savefig(drawn, format="png", bbox_inches="tight")
-        values_HWC = np.asarray(Image.open(drawn).convert("RGB"))
-        coarse_HWC = (values_HWC + 1) // COLOUR_STEP * COLOUR_STEP
+        values_HWC = np.asarray(Image.open(drawn).convert("RGB"), dtype=np.float32)
+        coarse_HWC = np.round(values_HWC / COLOUR_STEP) * COLOUR_STEP
         Image.fromarray(coarse_HWC.astype(np.uint8)).save(png, "PNG", optimize=True)
         return {"image/png": png.getvalue(), "text/plain": self.alt_text}, {"image/png": {"alt": self.alt_text}}
 

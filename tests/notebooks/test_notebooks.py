@@ -1,12 +1,15 @@
 """What every notebook promises a reader, from its source alone; `test_shrunk` runs all of them."""
 
 import ast
+import base64
 import importlib.util
 import inspect
+import io
 import json
 import re
 
 import pytest
+from PIL import Image
 
 from tests import execute_notebooks
 from tests.execute_notebooks import NOTEBOOKS, ROOT
@@ -74,3 +77,7 @@ def test_a_notebook_has_no_outputs_or_those_of_its_own_sources(name):
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
     images = [output for output in outputs if "image/png" in output.get("data", {})]
     assert all(len("".join(output["data"].get("text/plain", ""))) > 10 for output in images)  # for who sees none
+    for output in images:
+        if "alt" in output["metadata"].get("image/png", {}):  # a figure: its margin is white
+            figure = Image.open(io.BytesIO(base64.b64decode("".join(output["data"]["image/png"]))))
+            assert figure.convert("RGB").getpixel((0, 0)) == (255, 255, 255)

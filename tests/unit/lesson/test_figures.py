@@ -1,11 +1,13 @@
 """The notebooks' figures: each is drawn without a warning, and says in words what it shows."""
 
+import io
 import warnings
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 
 from helpers.lesson import figures, trials
 
@@ -62,3 +64,14 @@ def test_no_image_at_all_is_a_figure_that_says_so():
     """As of a sample of raw rows of which none can be decoded."""
     data, _ = figures.pictures([], [])._repr_mimebundle_()
     assert data["text/plain"] == "No image can be shown."
+
+
+def test_a_stored_figure_has_the_colours_that_matplotlib_draws():
+    figure, drawn = EVERY["timeline"][0](figures.timeline), io.BytesIO()
+    figure.savefig(drawn, format="png", bbox_inches="tight")
+    data, _ = figure._repr_mimebundle_()
+    as_drawn, stored = (
+        np.asarray(Image.open(png).convert("RGB"), int) for png in (drawn, io.BytesIO(data["image/png"]))
+    )
+    assert (stored[0, 0] == 255).all()  # the white margin
+    assert np.abs(stored - as_drawn).max() <= 2
