@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import typing
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -116,7 +117,7 @@ def checked(cls: type) -> type:
         try:
             validate(self, **values)
         except pydantic.ValidationError as error:
-            raise ValueError(describe_error(error.errors(), values)) from None
+            raise ValueError(describe_error(error.errors(), values, cls.__pydantic_fields__)) from None
 
     cls.__init__ = __init__
     return cls
@@ -127,14 +128,17 @@ def names_of(cls: type) -> list[str]:
     return [field.name for field in dataclasses.fields(cls) if "derived" not in field.metadata]
 
 
-def describe_error(errors: list[dict], values: dict[str, Any]) -> str:
+def describe_error(errors: list[dict], values: dict[str, Any], fields: dict[str, pydantic.fields.FieldInfo]) -> str:
     """One sentence for pydantic's errors about the first wrong value."""
     if not errors[0]["loc"]:  # from `__post_init__`, which checks what concerns several fields
         return str(errors[0]["ctx"]["error"])
     name = errors[0]["loc"][0]
     if errors[0]["type"] == "unexpected_keyword_argument":
         return f"{name}={values[name]!r} is not a parameter: see {PARAMETERS_PAGE}."
-    return f"{name}={values[name]!r} cannot be used: {describe_reasons(errors, name)}."
+    reasons = describe_reasons(errors, name)
+    if type(None) in typing.get_args(fields[name].annotation):
+        reasons += ", or None"
+    return f"{name}={values[name]!r} cannot be used: {reasons}."
 
 
 def describe_reasons(errors: list[dict], name: str) -> str:

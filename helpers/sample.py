@@ -22,7 +22,7 @@ from .config import TrainingConfig
 from .encode import captions, encoder
 from .latents.manifest import DataSets, Manifest
 from .model import denoisers, diffusion
-from .train import checkpoint
+from .train import checkpoint, start
 
 warnings.filterwarnings("ignore", "`LoraLoaderMixin` is deprecated", FutureWarning)  # of PRXPipeline
 
@@ -71,9 +71,13 @@ def sample(
 
 
 def load_denoiser(config: TrainingConfig, saved: ray.train.Checkpoint, which: str = "ema") -> diffusers.ModelMixin:
-    """The denoiser of a Ray Train checkpoint. `which`: "ema" (averaged weights), or "model" (the last ones)."""
+    """The denoiser of a Ray Train checkpoint. `which`: "ema" (averaged weights), or "model" (the last ones).
+
+    It is built as it was trained: the file that `unet_config` names may have changed since.
+    """
+    trained = start.read_config(config.run_uri).get("denoiser") or config.unet_config
     with saved.as_directory() as folder:
-        return checkpoint.load_weights(folder, denoisers.build_denoiser(config.unet_config), which)
+        return checkpoint.load_weights(folder, denoisers.build_denoiser(trained), which)
 
 
 def generate(
@@ -96,9 +100,9 @@ def generate(
     images, vae = [], pipeline.vae.config
     denoiser = denoiser_of(pipeline)
     options = denoisers.adapter_of(denoiser).call_options(pipeline.tokenizer.model_max_length)
-    for start in range(0, len(prompts), batch_size):
-        batch = list(prompts[start : start + batch_size])
-        generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(batch))]
+    for first in range(0, len(prompts), batch_size):
+        batch = list(prompts[first : first + batch_size])
+        generators = [torch.Generator().manual_seed(seed + first + i) for i in range(len(batch))]
         with denoiser.register_forward_pre_hook(denoisers.expand_timestep, with_kwargs=True):
             latents = pipeline(
                 batch,

@@ -69,6 +69,12 @@ def test_a_wrong_value_is_refused_in_one_sentence(name, value):
         kind_of({name: value})(**{name: value})
 
 
+@pytest.mark.parametrize(("kind", "name"), [(TrainingConfig, "min_snr_gamma"), (OnlineConfig, "limit")])
+def test_the_sentence_about_a_wrong_value_says_that_none_is_allowed(kind, name):
+    with pytest.raises(ValueError, match=r"or None\.$"):
+        kind(**{name: "none"})
+
+
 # What papermill's options make of what is typed -> what is meant.
 TYPED = [
     ("learning_rate", "1e-4", 1e-4),

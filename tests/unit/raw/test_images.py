@@ -146,6 +146,21 @@ def test_an_image_that_was_cut_short_is_a_broken_one(kind, options):
             images.decode(data[:end])
 
 
+@pytest.mark.parametrize(("kind", "options"), [("WEBP", {}), ("WEBP", {"lossless": True}), ("AVIF", {})])
+def test_an_image_whose_second_half_never_arrived_is_a_broken_one(kind, options):
+    """Its file has the right length, as of a download that was allocated first."""
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    data = encoded(noise, kind, **options)
+    half = len(data) // 2
+    with pytest.raises(images.BadImage, match="^broken image$"):
+        images.decode(data[:half] + bytes(len(data) - half))
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "AVIF"])
+def test_a_black_image_is_used(kind):
+    assert images.decode(encoded(Image.new("RGB", (2048, 2048)), kind)).getextrema() == ((0, 0),) * 3
+
+
 # ---- orientation
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers import storage
+from helpers import sample, storage
 from helpers.latents.manifest import DataSets
 from helpers.model.denoisers import build_denoiser, load_denoiser_config
 from helpers.production.checks import training
@@ -83,6 +83,16 @@ def test_a_run_whose_denoisers_file_has_changed_is_refused_by_name(first, tmp_pa
         start.check_resume(changed, changed.to_dict(), values)
     path.write_text(json.dumps(values))
     start.check_resume(changed, changed.to_dict(), values)
+
+
+def test_an_export_has_the_denoiser_that_was_trained_whatever_its_file_says_now(first, tmp_path):
+    values, path = load_denoiser_config(first[0].unet_config), tmp_path / "mine.json"
+    path.write_text(json.dumps({**values, "act_fn": "gelu"}))
+    config = dataclasses.replace(first[0], storage=str(tmp_path), unet_config=str(path))
+    content = {"parameters": config.to_dict(), "denoiser": values}
+    storage.write_json(storage.join(config.run_uri, "config.json"), content)
+    loaded = sample.load_denoiser(config, run_folder.as_checkpoint(checkpoint_of(first)))
+    assert loaded.config["act_fn"] == "silu"
 
 
 def test_a_warm_up_as_long_as_the_run_is_said(second, monkeypatch):
