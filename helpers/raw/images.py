@@ -102,10 +102,9 @@ def open_image(data: bytes | None) -> Image.Image:
         raise BadImage(f"format not supported: {name}" if name else otherwise) from None
     finally:
         ImageFile.LOAD_TRUNCATED_IMAGES = False
-    if image.format in ("WEBP", "AVIF") and len(data) - len(data.rstrip(b"\0")) > max(512, len(data) // 10):
-        raise BadImage(
-            "broken image"
-        )  # their decoders make colours of zeros, which a part that never arrived is full of
+    zeros_at_end = len(data) - len(data.rstrip(b"\0"))
+    if image.format in ("WEBP", "AVIF") and zeros_at_end > max(512, len(data) // 10):
+        raise BadImage("broken image")  # a part never arrived; these decoders would make colours of the zeros
     num_pixels = image.width * image.height
     if num_pixels > MAX_PIXELS:
         raise BadImage("too many pixels")
