@@ -36,25 +36,14 @@ def phases_table(measured: dict[int, float]) -> pd.DataFrame:
     return table.set_index(["who", "resolution"])
 
 
-def published_ablation(resolution: int, measured: pd.DataFrame | None = None) -> pd.DataFrame:
-    """ABLATION at 256 or 512 pixels: one row per setting, images/s and speedup on both clusters, to two digits.
-
-    A setting without a number is "not measured". Raises ValueError for other resolutions.
-    `measured`: your own results by setting (`ablations.ablation`), with columns "images/s" and "speedup".
-    """
-    rows = ABLATION[ABLATION["resolution"] == resolution]
-    if rows.empty:
-        raise ValueError(f"resolution={resolution!r} is in no published table: choose 256 or 512.")
+def published_ablation(resolution: int) -> pd.DataFrame:
+    """ABLATION at 256 or 512 pixels: one row per setting, images/s and speedup on both clusters."""
     parts = {}
-    for gpus, mine in rows.groupby("gpus"):
-        rates = mine.set_index("setup")["images_per_second"]
+    for gpus, rows in ABLATION[ABLATION["resolution"] == resolution].groupby("gpus"):
+        rates = rows.set_index("setup")["images_per_second"]
         parts[gpus] = pd.DataFrame({"images/s": rates, "speedup": rates / rates["DDP"]})
-    if measured is not None:
-        parts["here"] = measured[["images/s", "speedup"]].rename(index={"ddp, fp32": "DDP", "+ fsdp": "+ FSDP"})
     table = pd.concat(parts, axis=1).rename_axis("setting")
-    order = ["DDP", "+ EFA", "+ bf16", "+ FSDP", "+ torch.compile"]
-    table = table.reindex([name for name in order if name in table.index]).round(2).astype(object)
-    return table.where(table.notna(), "not measured")
+    return table.reindex(["DDP", "+ EFA", "+ FSDP", "+ torch.compile"])
 
 
 def data_paths_table(measured: dict[str, float]) -> pd.DataFrame:
