@@ -136,6 +136,11 @@ def is_local(uri: str | os.PathLike) -> bool:
     return isinstance(open_filesystem(uri)[0], fs.LocalFileSystem)
 
 
+def real_path(uri: str | os.PathLike) -> str:
+    """A local path without links; a URI as it is."""
+    return os.path.realpath(uri) if is_local(uri) else resolve(uri)
+
+
 def join(uri: str | os.PathLike, *parts: str) -> str:
     return "/".join([resolve(uri), *parts])
 
@@ -155,7 +160,9 @@ def exists(uri: str | os.PathLike) -> bool:
 
 
 def is_file(uri: str | os.PathLike) -> bool:
-    return _info(uri).is_file
+    """An empty object beside objects below it is a folder: Hadoop marked folders so."""
+    info = _info(uri)
+    return info.is_file and (info.size > 0 or not any(walk(uri, recursive=False)))
 
 
 def version(uri: str | os.PathLike) -> tuple[int, int]:
@@ -227,9 +234,9 @@ def list_folders(uri: str | os.PathLike) -> list[str]:
 def sizes(uri: str | os.PathLike, recursive: bool = True) -> dict[str, int]:
     """{path below `uri`: bytes} of all files in a folder; {"": bytes} of a file."""
     found, info = dict(sorted(found for found in walk(uri, recursive) if found[1] is not None)), _info(uri)
-    if found and info.is_file:
+    if found and info.is_file and info.size:
         raise ValueError(f"{shown(uri)} is both an object and a folder of objects: rename one of them.")
-    return {"": info.size} if info.is_file else found
+    return found or ({"": info.size} if info.is_file else {})
 
 
 def read_text(uri: str | os.PathLike) -> str:

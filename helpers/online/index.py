@@ -21,6 +21,7 @@ import functools
 import hashlib
 import itertools
 import json
+import tarfile
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,7 @@ from ..raw.readers import GROUP, ROW
 from .config import OnlineConfig
 
 REPORT = "index.json"  # written last: an index that has it is complete
+ID_CRC32 = "id_crc32"  # column of an index: a checksum of the row's id
 REJECTS = "rejects"  # suffix of the folder that lists unusable rows with their reasons
 MOST_TASKS = 2_000
 ReadGroup = Callable[[str, int, tuple[str, ...], tuple[str, ...]], pa.Table]  # see `read_row_group`
@@ -115,7 +117,9 @@ def index_file(path: str, limit: int, *, config: OnlineConfig, validation_share:
         sources = inputs.source_names(rows[inputs.PATH], config)
         found = pa.table([ids, reasons, sources], [schema.ID, schema.REASON, schema.SOURCE])
         rejects.append(found.filter(pc.invert(is_good)))
-        used.append(rows.drop_columns([*columns, inputs.PATH]).append_column("bucket", buckets).filter(is_good))
+        rows = rows.drop_columns([*columns, inputs.PATH])
+        rows = rows.append_column("bucket", buckets).append_column(ID_CRC32, id_checksums(ids))
+        used.append(rows.filter(is_good))
         if report["read"] == limit:
             break
     if rejects and (found := pa.concat_tables(rejects)):
@@ -152,6 +156,10 @@ def assess(rows: pa.Table, config: OnlineConfig, validation_share: float) -> tup
         buckets.append(schema.bucket_name(columns, is_held_out))
         reasons.append(inputs.caption_reason(caption) or reason)
     return pa.array(buckets, pa.string()), pa.array(reasons, pa.string()), ids, captions
+
+
+def id_checksums(ids: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return pa.array([zlib.crc32(row_id.encode()) for row_id in ids.to_pylist()], pa.uint32())
 
 
 def columns_of(size: tuple | None, config: OnlineConfig) -> tuple[list[str], str]:
@@ -198,6 +206,7 @@ def read_indexed_rows(
     """The raw rows (`inputs.to_raw_rows`) of `ranges`, in their order.
 
     A range's file is one of the index, `{key}/{name}`. `read_group`: reads a Parquet row group in place of the reader.
+    Raises ValueError that names a file whose rows are not those of the index.
     """
     columns = inputs.stored([config.id_column, *inputs.caption_names(config), config.image_column])
     names = tuple(columns), tuple(set(inputs.caption_names(config)) - {config.id_column, config.image_column})
@@ -215,12 +224,24 @@ def read_indexed_rows(
             found = (rows_of(read_group(path, piece[GROUP][0].as_py(), *names), piece) for piece in pieces)
         else:
             found = inputs.reader(config).read_rows(path, pieces, columns)
-        for position, piece, rows in zip(positions, pieces, found, strict=True):
-            rows = inputs.with_path(rows, path)
-            if inputs.ROW_NUMBER in piece.column_names:
-                rows = rows.drop_columns(inputs.ROW_NUMBER).append_column(inputs.ROW_NUMBER, piece[inputs.ROW_NUMBER])
-            tables[position] = inputs.to_raw_rows(rows, config)
+        try:
+            for position, piece, rows in zip(positions, pieces, found, strict=True):
+                rows = inputs.with_path(rows, path)
+                if inputs.ROW_NUMBER in piece.column_names:
+                    rows = rows.drop_columns(inputs.ROW_NUMBER)
+                    rows = rows.append_column(inputs.ROW_NUMBER, piece[inputs.ROW_NUMBER])
+                tables[position] = inputs.to_raw_rows(rows, config)
+                check_ids(tables[position], piece)
+        except (pa.ArrowInvalid, IndexError, tarfile.TarError) as error:
+            remedy = "put back the file that was indexed, or give another storage"
+            raise ValueError(f"{path} has other rows than when it was indexed: {remedy}.") from error
     return pa.concat_tables(tables).combine_chunks()
+
+
+def check_ids(rows: pa.Table, piece: pa.Table) -> None:
+    """Raises ArrowInvalid if rows are not those that a piece of the index lists; an earlier index has no checksums."""
+    if ID_CRC32 in piece.column_names and not id_checksums(rows[inputs.ID]).equals(schema.one_array(piece[ID_CRC32])):
+        raise pa.ArrowInvalid("ids differ")
 
 
 def read_row_group(path: str, group: int, columns: tuple[str, ...], captions: tuple[str, ...]) -> pa.Table:

@@ -95,10 +95,13 @@ def walk_input(config: PreprocessingConfig) -> list[tuple[str, int | None]]:
     folder = base_folder(uri)
     if storage.is_file(uri):
         return [(storage.name(uri), storage.sizes(uri)[""])]
-    own = tuple(f"{one}/" for one in (config.storage, config.latents_uri) if one.startswith(f"{folder}/"))
+    root = f"{storage.real_path(folder)}/"
+    own = [f"{storage.real_path(one)}/" for one in filter(None, (config.storage, config.latents_uri))]
+    own = tuple(one for one in own if not root.startswith(one))  # the input may lie below the storage
+    is_own = functools.cache(lambda within: f"{storage.real_path(within)}/".startswith(own))
     found = ((name, size, storage.join(folder, name)) for name, size in storage.walk(folder))
     matches = glob_pattern(uri).fullmatch if is_glob(uri) else str
-    kept = ((name, size) for name, size, path in found if matches(path) and not path.startswith(own))
+    kept = ((name, size) for name, size, path in found if matches(path) and not is_own(path.rpartition("/")[0]))
     return sorted(kept, key=lambda one: one[0])
 
 

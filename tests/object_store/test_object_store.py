@@ -1,6 +1,7 @@
 """Raw data, latents and runs on s3://, over HTTP, from a server that fails now and then and one that goes away."""
 
 import pathlib
+import time
 import types
 
 import numpy as np
@@ -50,6 +51,19 @@ def test_any_key_can_be_written_listed_read_copied_and_deleted(server, tmp_path,
     assert (tmp_path / name / "deep" / "file.json").exists()
     storage.delete("s3://bucket/files")
     assert not storage.exists(uri) and server.keys("files") == []
+
+
+def test_an_empty_object_may_mark_a_folder_and_another_one_may_not(server):
+    storage.write_bytes("s3://bucket/marked/a.parquet", b"1")
+    for data, is_file in ((b"", False), (b"x", True)):
+        server.objects["bucket", "marked"] = data, time.time()
+        assert storage.is_file("s3://bucket/marked") == is_file
+        if not is_file:
+            assert storage.sizes("s3://bucket/marked") == {"a.parquet": 1}
+    with pytest.raises(ValueError, match="s3://bucket/marked is both an object and a folder"):
+        storage.sizes("s3://bucket/marked")
+    storage.write_bytes("s3://bucket/empty", b"")
+    assert storage.is_file("s3://bucket/empty") and storage.sizes("s3://bucket/empty") == {"": 0}
 
 
 def test_large_files_go_in_parts_and_a_failing_server_loses_none(server, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import re
 from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
@@ -14,7 +15,8 @@ from ...raw import filters, inputs, readers
 from ...raw.inputs import is_bytes, is_list, is_text
 
 COMPRESSED_TAR, BROKEN = "compressed tar", "broken link"  # kinds of files
-TABLES = {"_delta_log": "Delta", ".hoodie": "Hudi", "metadata/version-hint.text": "Iceberg"}  # what lies in the folder
+# {kind of table: (a folder in the table's folder, how names of files in it end)}
+TABLES = {"Delta": ("_delta_log", ""), "Hudi": (".hoodie", ""), "Iceberg": ("metadata", ".metadata.json")}
 MOST_FILES = 64  # whose first rows are read to find a column, of formats without types
 
 
@@ -22,6 +24,20 @@ def refuse(sentences: Iterable[str]) -> None:
     """Raises ValueError with the first sentence."""
     for sentence in sentences:
         raise ValueError(sentence)
+
+
+def folder_problems(config: PreprocessingConfig) -> Iterator[str]:
+    """What a job or a run writes must not be found when the input is listed again."""
+    folder = inputs.base_folder(config.data_uri)
+    below = storage.resolve(config.data_uri).removeprefix(folder).lstrip("/")  # a pattern, or the name of a file
+    takes_all_folders = re.match(r"\*+(/|$)|$", below)
+    for name in ("storage", "latents_uri") if takes_all_folders else ():
+        uri = getattr(config, name)
+        if uri and storage.real_path(uri) == storage.real_path(folder):
+            yield (
+                f"{name}={uri!r} is the folder of input_uri, and what is written there would be read as input: give a "
+                "folder of its own."
+            )
 
 
 def files_problems(kinds: dict[str, str], config: PreprocessingConfig) -> Iterator[str]:
@@ -32,15 +48,45 @@ def files_problems(kinds: dict[str, str], config: PreprocessingConfig) -> Iterat
             yield f"{name} is a compressed tar: decompress it (gunzip, xz -d, zstd -d)."
         if kind == BROKEN and f"/{name}".lower().endswith(reader.suffixes):
             yield f"{name} is a link that leads nowhere, no regular file, or has no name in UTF-8: rename or remove it."
+    for what, mark in find_tables(kinds, config) if config.input_format == "parquet" else ():
+        yield (
+            f"input_uri={config.data_uri!r} holds files of a table ({what}: {mark}), which keep deleted rows: write "
+            "the table's present rows to Parquet files, and give these."
+        )
+
+
+def find_tables(kinds: dict[str, str], config: PreprocessingConfig) -> Iterator[tuple[str, str]]:
+    """Yield `(kind of table, the folder by which it is known)` of each table that files of the input lie in.
+
+    Tables are below the input's folder, or above: then the input is a part of a table.
+    """
     folder = inputs.base_folder(config.data_uri)
-    above = [folder, folder.rpartition("/")[0]]  # a partition or a pattern may name files inside a table
-    for mark, what in TABLES.items() if config.input_format == "parquet" else ():
-        inside = [name for name in kinds if f"/{mark}" in f"/{name}"]
-        if inside or any(storage.exists(storage.join(one, mark)) for one in above if one):
-            yield (
-                f"input_uri={config.data_uri!r} holds a {what} table ({(inside or [mark])[0]}), whose files keep "
-                "deleted rows: write its present rows to Parquet files, and give these."
-            )
+    # A pattern may leave out the files by which a table is known.
+    names = [name for name, _ in storage.walk(folder)] if inputs.is_glob(config.data_uri) else kinds
+    above = dict.fromkeys([*folders_above(folder), *folders_above(storage.real_path(config.data_uri))])
+    for what, (within, end) in TABLES.items():
+        parts = (f"/{name}".rpartition(f"/{within}/") for name in names)
+        for root in sorted({root for root, found, file in parts if found and file.endswith(end)}):
+            if any(f"/{name}".startswith(f"{root}/") for name in kinds):
+                yield what, f"{folder}{root}/{within}"
+        yield from ((what, f"{one}/{within}") for one in above if has_files(f"{one}/{within}", end))
+
+
+def folders_above(folder: str) -> Iterator[str]:
+    """A folder, and all above it but a disk's root."""
+    while folder and not folder.endswith(":/"):
+        yield folder
+        folder = folder.rpartition("/")[0]
+
+
+def has_files(folder: str, end: str) -> bool:
+    """Whether a folder has files whose names end in `end`; False if it may not be listed, as folders above may not."""
+    try:
+        return bool(storage.list_files(folder, end))
+    except OSError as error:
+        if "denied" not in str(error).lower():
+            raise
+        return False
 
 
 def column_problems(paths: list[str], config: PreprocessingConfig) -> Iterator[str]:

@@ -74,6 +74,7 @@ def detect(config: PreprocessingConfig, begun: dict[str, Any] | None = None) -> 
     listing = inputs.visible_files(walked, config.data_uri)
     kinds = {name: BROKEN if size is None else kind_of(name) if name in listing else HIDDEN for name, size in walked}
     begun = begun if begun and begun.get("input_crc32") == inputs.checksum(listing) else {}
+    checks.refuse(() if begun else checks.folder_problems(config))
     chosen = {name: (getattr(config, name), "given") for name in CHOSEN}
     is_open = [name for name in CHOSEN if chosen[name][0] in (None, "auto")]
     chosen |= {name: (begun[name], "as the job began") for name in is_open if name in begun}

@@ -23,6 +23,7 @@ from helpers.config import TrainingConfig
 from helpers.encode import encoder, prepare
 from helpers.latents import schema
 from helpers.latents.manifest import read_manifest
+from helpers.latents.parquet import write_table
 from helpers.latents.plan import RowRange
 from helpers.online import encode, index
 from helpers.online import prepare as prepare_online
@@ -215,6 +216,34 @@ def test_files_written_again_with_the_same_sizes_have_a_new_index(tmp_path, caps
     assert capsys.readouterr().out.count("were written again") == 1
 
 
+@pytest.mark.parametrize("input_format", ["parquet", "webdataset", "arrow", "imagefolder"])
+@pytest.mark.parametrize("change", ["in reverse order", "fewer rows"])
+def test_a_file_that_is_replaced_under_an_index_is_named(tmp_path, input_format, change):
+    """By one of the same size and time, or while a run reads: rows would move, and held-out ones be trained on."""
+    rows = [{"hash": f"{n:02d}", "caption": f"caption {n:02d}", "jpg": picture((32, 32), n, "BMP")} for n in range(40)]
+    options = {"storage": str(tmp_path), "input_uri": str(tmp_path / "raw"), "resolutions": [32], "id_column": "hash"}
+    training = {"storage": str(tmp_path), "latents_uri": f"{tmp_path}/online", "resolution": 32}
+    rewrite(tmp_path / "raw", rows, input_format)
+    raw = detect.detect(OnlineConfig(**options)).config
+    manifest, plan = planned(raw, TrainingConfig(**training, global_batch_size=1, validation_share=0.3))
+    rewrite(tmp_path / "raw", rows[::-1] if change == "in reverse order" else rows[:9], input_format)
+    ranges = [one for chunk in range(plan.chunks_per_epoch) for _, some in plan.chunk_rows(chunk)[0] for one in some]
+    (name,) = {one.file_name.partition("/")[2] for one in ranges}
+    reads = [{}, {"read_group": index.read_row_group}] if input_format == "parquet" else [{}]
+    for options in reads:
+        with pytest.raises(ValueError, match=f"^{tmp_path}/raw/{name} has other rows than when it was indexed: "):
+            index.read_indexed_rows(ranges, raw, f"{training['latents_uri']}/index", **options)
+
+
+def test_an_index_without_checksums_of_ids_is_read(tmp_path, monkeypatch):
+    """As earlier versions made it: a run that has one goes on."""
+    monkeypatch.setattr(index, "write_table", lambda uri, rows: write_table(uri, rows.drop_columns(index.ID_CRC32)))
+    raw, training, _ = configs(tmp_path, training={"validation_share": 0.0})
+    _, plan = planned(raw, training)
+    blocks = transformed(plan, raw, 0, plan.steps_per_epoch)
+    assert len({row_id for rows in blocks for row_id in rows["id"].to_pylist()}) == 200
+
+
 def test_a_store_tells_which_files_were_written_again(store):
     uri = "s3://bucket/raw"
     config, found = OnlineConfig(input_uri=uri, input_format="parquet"), []
@@ -281,7 +310,7 @@ from helpers.raw import inputs
 from tests.peak import peak_kib
 
 folder = sys.argv[1]
-path, config = folder + "/a.parquet", OnlineConfig(storage=folder, input_uri=folder, resolutions=[32])
+path, config = folder + "/a.parquet", OnlineConfig(storage=folder + "/out", input_uri=folder, resolutions=[32])
 config = detect.detect(config).config
 report = index.index_file(path, -1, config=config, validation_share=0.0, uri=folder + "/index")
 found = index.read_index(index.index_uri_of(folder + "/index", "a.parquet"))

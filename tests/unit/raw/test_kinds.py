@@ -5,6 +5,7 @@ A rule of helpers/docs/DATA.md is one row of a table here, and each runs over al
 
 import collections
 import csv
+import functools
 import io
 import json
 import os
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 
 from helpers import storage
 from helpers.config import PreprocessingConfig
-from helpers.production.readers import folder
+from helpers.production.readers import detect, folder
 from helpers.raw import inputs, readers
 from tests.raw_data import (
     as_arrow,
@@ -140,25 +141,77 @@ def test_captions_that_begin_late_are_found(tmp_path):
 # ---- content, not names (K2)
 
 
-def test_files_that_a_format_says_are_dead_are_not_read(tmp_path):
-    log = {"t/_delta_log/0.json": "{}", "t/a.parquet": table(), "t/part=1/b.parquet": table()}
-    path = write(tmp_path / "d", **log)
-    for uri in (path, path / "t", path / "t/*.parquet", path / "t/part=1", path / "t/a.parquet"):
-        assert "holds a Delta table" in refusal(uri)
+ICEBERG = {f"metadata/0000{number}-0a1b.metadata.json": "{}" for number in range(2)}  # as all catalogs write it
+TABLES = {"Delta": {"_delta_log/0.json": "{}"}, "Hudi": {".hoodie/hoodie.properties": ""}, "Iceberg": ICEBERG}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_that_keeps_deleted_rows_is_refused_wherever_the_input_begins(tmp_path, kind):
+    marks = {f"lake/t/{name}": data for name, data in TABLES[kind].items()}
+    path = write(tmp_path, **marks, **{"lake/t/a.parquet": table(), "lake/t/data/y=1/m=2/b.parquet": table()})
+    write(path, **{"lake/plain/c.parquet": table()})
+    os.symlink("lake/t/data/y=1", path / "link")
+    os.symlink("lake/t/a.parquet", path / "link.parquet")
+    folders = ["lake", "lake/t", "lake/t/data", "lake/t/data/y=1", "lake/t/data/y=1/m=2", "link", "link/m=2"]
+    patterns = ["lake/*/?.parquet", "lake/**/*.parquet", "lake/t/data/y=*/m=*/*.parquet"]
+    for uri in (*folders, *patterns, "lake/t/a.parquet", "lake/t/data/y=1/m=2/b.parquet", "link.parquet"):
+        assert f"holds files of a table ({kind}: " in refusal(path / uri), uri
+    for uri in ("lake/plain", "lake/plain/c.parquet", "lake/p*/*.parquet"):
+        assert job_rows(path / uri) == good("a", "b")
+
+
+def test_a_folder_above_the_input_may_be_closed(tmp_path, monkeypatch):
+    path, walk = write(tmp_path / "d", **{"a.parquet": table()}), storage.walk
+
+    def denied(uri, *recursive):
+        if not str(uri).startswith(str(path)):
+            raise OSError("AWS Error ACCESS_DENIED during ListObjectsV2 operation")
+        return walk(uri, *recursive)
+
+    monkeypatch.setattr(storage, "walk", denied)
+    assert job_rows(path) == good("a", "b")
+
+
+def test_arrow_files_that_no_list_names_are_not_read(tmp_path):
     shards = {f"{n}.arrow": as_arrow(hugging_face([n])) for n in range(3)}
     path = write(tmp_path / "s", **shards, **{"state.json": '{"_data_files": [{"filename": "1.arrow"}]}'})
     assert rows_of(path) == {"1.arrow:0": ("a cat 1", "")}
 
 
-def test_what_two_links_lead_to_is_read_once_and_the_storage_is_no_input(tmp_path):
+def test_what_two_links_lead_to_is_read_once(tmp_path):
     path = write(tmp_path / "d", **{"2024/a.parquet": table()})
     os.symlink("2024", path / "latest")
     os.symlink("2024/a.parquet", path / "b.parquet")
     assert rows_of(path) == good("a", "b")
-    own = PreprocessingConfig(storage=str(path / "out"), input_uri=str(path), resolutions=[32])
-    before = inputs.walk_input(own)
-    write(path, **{"out/latents/data/0.parquet": table()})
-    assert inputs.walk_input(own) == before
+
+
+@pytest.mark.parametrize(
+    ("input_uri", "own"),
+    [("d", "d/out"), ("d", "link/out"), ("link", "d/out"), ("d", "d/linked"), ("d", "elsewhere"), ("d/in", "d")],
+)
+def test_the_storage_below_the_input_is_no_input_whatever_links_lead_there(tmp_path, input_uri, own):
+    path = write(tmp_path, **{"d/in/a.parquet": table()})
+    (path / "elsewhere").mkdir()
+    os.symlink("d", path / "link")
+    os.symlink("../elsewhere", path / "d/linked")
+    config = PreprocessingConfig(storage=str(path / own), input_uri=str(path / input_uri), resolutions=[32])
+    write(path / own, **{"latents/data/0.parquet": table("34"), "runs/quick/config.json": "{}"})
+    assert [storage.name(name) for name, _ in inputs.walk_input(config)] == ["a.parquet"]
+
+
+@pytest.mark.parametrize("given", ["storage", "latents_uri"])
+def test_the_inputs_folder_is_no_place_to_write(tmp_path, given):
+    path = write(tmp_path / "d", **{"a.parquet": table(), "p-1/b.parquet": table()})
+    os.symlink("d", tmp_path / "link")
+    others = {"storage": str(tmp_path / "out"), given: str(path), "resolutions": [32]}
+    configs = functools.partial(PreprocessingConfig, **others)
+    for uri in ("d", "link", "d/**/*.parquet", "d/*/*.parquet"):
+        with pytest.raises(ValueError, match=f"^{given}='{path}' is the folder of input_uri, .* folder of its own"):
+            detect.detect(configs(input_uri=str(tmp_path / uri)))
+    for uri in ("d/a.parquet", "d/*.parquet", "d/p-*/*.parquet"):  # they do not reach what is written
+        assert len(detect.detect(configs(input_uri=str(tmp_path / uri))).paths) == 1
+    begun = {"input_crc32": inputs.checksum(storage.sizes(path))}  # by an earlier version
+    assert len(detect.detect(configs(input_uri=str(path)), begun).paths) == 2
 
 
 def test_splits_that_are_read_together_are_said(tmp_path):
