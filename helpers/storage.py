@@ -171,6 +171,12 @@ def version(uri: str | os.PathLike) -> tuple[int, int]:
     return found.size, found.mtime_ns
 
 
+def inode(path: str | os.PathLike) -> tuple[int, int]:
+    """(device, number) of a local file or folder: the same for all links to it."""
+    about = os.stat(path)
+    return about.st_dev, about.st_ino
+
+
 def walk(uri: str | os.PathLike, recursive: bool = True) -> Iterator[tuple[str, int | None]]:
     """Yield `(path below uri, bytes)` of the files in a folder, in any order; nothing if there is no folder.
 
@@ -190,16 +196,16 @@ def walk(uri: str | os.PathLike, recursive: bool = True) -> Iterator[tuple[str, 
 
 
 def _walk_disk(root: str, recursive: bool) -> Iterator[tuple[str, int | None]]:
-    """`walk`. A folder, and a file of one name, is found once, however many links lead there."""
-    seen = {(os.stat(root).st_dev, os.stat(root).st_ino)} if os.path.isdir(root) else set()
+    """`walk`. A folder is found once, however many links lead there; a file, under each of its names."""
+    seen = {inode(root)} if os.path.isdir(root) else set()
 
-    def is_new(about: os.stat_result, *name: str) -> bool:
-        identity = about.st_dev, about.st_ino, *name
+    def is_new(folder: str) -> bool:
+        identity = inode(folder)
         return identity not in seen and not seen.add(identity)
 
     unreadable: list[OSError] = []
     for folder, folders, files in os.walk(root, followlinks=True, onerror=unreadable.append):
-        folders[:] = [one for one in sorted(folders) if recursive and is_new(os.stat(os.path.join(folder, one)))]
+        folders[:] = [one for one in sorted(folders) if recursive and is_new(os.path.join(folder, one))]
         for file in sorted(files):
             path = os.path.join(folder, file)
             below = os.path.relpath(path, root)
@@ -209,8 +215,7 @@ def _walk_disk(root: str, recursive: bool) -> Iterator[tuple[str, int | None]]:
             except (OSError, UnicodeEncodeError):  # a link that leads nowhere; no UTF-8
                 yield below.encode(errors="replace").decode(), None
                 continue
-            if is_new(about, file):
-                yield below, about.st_size if stat.S_ISREG(about.st_mode) else None
+            yield below, about.st_size if stat.S_ISREG(about.st_mode) else None
     for error in unreadable:
         if error.filename != root:
             yield os.path.relpath(error.filename, root), None

@@ -14,7 +14,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import posixpath
 import re
 import unicodedata
@@ -66,15 +65,19 @@ def input_paths(listing: dict[str, int], config: PreprocessingConfig) -> list[st
     check_settled(config, CHOSEN[:1])
     uri, reader = config.data_uri, readers.reader_class(config.input_format)
     folder = base_folder(uri)
-    names = reader.files(listing, folder)
+    names = reader.files(listing, uri)
     if not names:
         raise FileNotFoundError(
             f"input_uri={uri!r} holds no {reader.what} (it has {count_suffixes(listing)}): give other data, or another "
             "input_format."
         )
     paths = [storage.join(folder, name) for name in names]
-    once = {os.path.realpath(path) if storage.is_local(path) else path: path for path in reversed(paths)}
-    return list(once.values())[::-1]  # a file that two links lead to is read once
+    if config.input_format == "imagefolder" or not storage.is_local(folder):
+        return paths
+    once = {}
+    for path in paths:
+        once.setdefault(storage.inode(path), path)
+    return list(once.values())  # a file that two links lead to is read once
 
 
 def count_suffixes(names: Iterable[str]) -> str:
@@ -416,7 +419,7 @@ def caption_reason(caption: str | None) -> str:
     """Why a caption cannot be used; empty if it can."""
     if caption is None:
         return "no caption"
-    if caption == readers.NOT_UTF8:
+    if caption in readers.NO_CAPTIONS:
         return caption[1:]
     if len(caption) > readers.MAX_CAPTION_BYTES // 4 and len(caption.encode()) > readers.MAX_CAPTION_BYTES:
         return f"caption of more than {readers.MAX_CAPTION_BYTES} bytes"

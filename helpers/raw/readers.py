@@ -40,13 +40,18 @@ READERS = {
 FETCH_IMAGES = "production.readers.folder:fetch_images"  # for a column that holds paths
 GROUP, ROW, START, STOP = "__group__", "__row__", "__start__", "__stop__"  # where a row is in its file
 PATH, ROW_NUMBER = "path", "__row_number__"  # added columns: the file of each row, and the row's number in it
+PROBLEM = "__problem__"  # in a row whose JSON cannot be used: `NOT_JSON` or `REPEATED_KEY`
 KEY, ONLY_IMAGE = "__key__", "image"  # of a WebDataset sample: its name in the tar; its image, if it has only one
 # Files of these names are images. Those of the second line are not decoded, but rejected by name.
 IMAGES = ("jpg", "jpeg", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")
 IMAGES += ("heic", "heif", "jxl", "jp2", "psd")
 TEXTS = ("txt", "caption", "json")
 CAPTIONS = ("caption", "text", "txt")  # usual names of columns of captions
-NOT_UTF8 = "\0caption is not UTF-8"  # stands in place of a caption, and says why it cannot be used
+# Each stands in place of a caption, and says why there is none.
+NOT_UTF8 = "\0caption is not UTF-8"
+NOT_JSON = "\0no caption: no readable JSON object"
+REPEATED_KEY = "\0no caption: JSON with a key twice"
+NO_CAPTIONS = (NOT_UTF8, NOT_JSON, REPEATED_KEY)
 MAX_BYTES = 2**28  # of one image; a larger one is not read
 MAX_CHUNK_BYTES, MAX_RATIO = 2**22, 100  # that a column may unpack to: bytes, or bytes for each of its bytes and rows
 MAX_TEXT_BYTES = 2**22  # of one text or JSON; a larger one is not read
@@ -96,7 +101,7 @@ class Reader:
         self.types, self.captions, self.by_line = types or {}, captions, by_line
 
     @classmethod
-    def files(cls, names: Iterable[str], folder: str) -> list[str]:
+    def files(cls, names: Iterable[str], input_uri: str) -> list[str]:
         """What is read as one file each, of the names below an input's folder."""
         return [name for name in names if f"/{name}".lower().endswith(cls.suffixes)]
 
@@ -107,7 +112,8 @@ class Reader:
             if number >= GROUP_ROWS and any(name in kinds for name in captions):
                 break
             kinds |= {name: pa.binary() if isinstance(row[name], bytes) else pa.string() for name in row}
-        kinds = {name: self.types.get(name, kind) for name, kind in kinds.items() if name not in self.location}
+        hidden = (*self.location, PROBLEM)
+        kinds = {name: self.types.get(name, kind) for name, kind in kinds.items() if name not in hidden}
         return pa.schema([(text_bytes(name).decode(errors="replace"), kind) for name, kind in kinds.items()])
 
     def table(self, rows: list[dict], columns: Sequence[str]) -> pa.Table:
@@ -115,6 +121,8 @@ class Reader:
         arrays = {}
         for name in columns:
             values = [row.get(name) for row in rows]
+            if name in self.captions:
+                values = [row.get(name, row.get(PROBLEM)) for row in rows]
             if name in self.captions and self.by_line:
                 values = [text.splitlines() if isinstance(text, (str, bytes)) else text for text in values]
             arrays[name] = pa.array(values) if name in self.location else convert(values, self.types[name])
@@ -353,7 +361,7 @@ def sample_row(sample: dict) -> dict:
     images = [name for name in row if name in IMAGES]
     row |= {name: row[name].rstrip(b"\r\n") for name in row if is_text(name)}
     row |= {ONLY_IMAGE: row[images[0]]} if len(images) == 1 else {}
-    return {**parse_json(sample.get("json") or b""), **row}
+    return {**parse_json(sample["json"]), **row} if "json" in sample else row
 
 
 def is_image(name: str) -> bool:
@@ -416,13 +424,21 @@ def as_caption(value: bytes | None) -> str | None:
 
 
 def parse_json(text: str | bytes) -> dict:
-    """A JSON object as a dict, in which NaN is null; {} for anything else."""
+    """A JSON object as a dict, in which NaN is null; {`PROBLEM`: what is wrong} for anything else."""
     try:
         text = text.decode("utf-8-sig", "surrogateescape") if isinstance(text, bytes) else text
-        value = json.loads(text, parse_constant=lambda name: None)
+        value = json.loads(text, parse_constant=lambda name: None, object_pairs_hook=as_object)
     except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return {PROBLEM: NOT_JSON}
+    if isinstance(value, dict):
+        return value
+    return {PROBLEM: REPEATED_KEY if isinstance(value, tuple) else NOT_JSON}
+
+
+def as_object(pairs: list[tuple[str, Any]]) -> dict | tuple:
+    """The dict of a JSON object; the pairs of an object that holds a key twice."""
+    value = dict(pairs)
+    return value if len(value) == len(pairs) else tuple(pairs)
 
 
 def convert(values: list, kind: pa.DataType) -> pa.Array:

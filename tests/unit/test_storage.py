@@ -152,7 +152,7 @@ def test_links_are_followed_but_those_to_what_is_listed_anyway(tmp_path):
     assert storage.list_files(tmp_path / "nothing", recursive=True) == []
 
 
-def test_one_file_behind_several_folders_is_listed_once(tmp_path):
+def test_a_folder_is_listed_once_and_a_file_by_each_of_its_names(tmp_path):
     """As in a hub's cache, whose snapshots are folders of links; `latest` is a link to the newest folder."""
     storage.write_text(tmp_path / "blobs" / "0123", "x")
     for snapshot in ("aaaa", "bbbb"):
@@ -161,6 +161,6 @@ def test_one_file_behind_several_folders_is_listed_once(tmp_path):
     storage.write_text(tmp_path / "v" / "2024" / "b.parquet", "y")
     (tmp_path / "v" / "latest").symlink_to("2024")
     os.link(tmp_path / "v" / "2024" / "b.parquet", tmp_path / "b.parquet")
-    found = [storage.name(path) for path in storage.list_files(tmp_path, recursive=True)]
-    assert sorted(found) == ["0123", "a.parquet", "b.parquet"]
+    snapshots = "snapshots/aaaa/a.parquet", "snapshots/bbbb/a.parquet"
+    assert list(storage.sizes(tmp_path)) == ["b.parquet", "blobs/0123", *snapshots, "v/2024/b.parquet"]
     assert list(storage.sizes(tmp_path / "v")) == ["2024/b.parquet"]

@@ -16,10 +16,12 @@ import pyarrow as pa
 
 from ... import storage
 from ...latents.parquet import check_types, to_plain
+from ...raw import inputs
 from ...raw.readers import (
     GROUP_ROWS,
     MAX_CHUNK_BYTES,
     MAX_RATIO,
+    PROBLEM,
     ROW,
     Reader,
     naming,
@@ -36,13 +38,13 @@ class Arrow(Reader):
     what, suffixes, typed, location = "Arrow file", (".arrow",), True, (ROW,)
 
     @classmethod
-    def files(cls, names: Iterable[str], folder: str) -> list[str]:
+    def files(cls, names: Iterable[str], input_uri: str) -> list[str]:
         """All but the caches of `datasets`; in a folder of its `save_to_disk`, those that its list names."""
-        names = list(names)
-        lists = [name for name in names if posixpath.basename(name) == STATE]
-        listed = {posixpath.dirname(name): listed_files(storage.join(folder, name)) for name in lists}
-        found = [(name, *posixpath.split(name)) for name in super().files(names, folder)]
+        names, root = dict.fromkeys(names), inputs.base_folder(input_uri)
+        found = [(name, *posixpath.split(name)) for name in super().files(names, input_uri)]
         found = [one for one in found if not one[2].startswith("cache-")]
+        folders = {within for _, within, _ in found if posixpath.join(within, STATE) in names}
+        listed = {within: listed_files(posixpath.join(root, within, STATE)) for within in folders}
         return [name for name, within, file in found if file in (listed.get(within) or {file})]
 
     @contextlib.contextmanager
@@ -125,8 +127,11 @@ class CheckedMessages(io.RawIOBase):
 
 
 def listed_files(uri: str) -> set[str]:
-    """The files that a `state.json` lists; none if it is another tool's."""
-    found = parse_json(storage.read_bytes(uri)).get("_data_files") or []
+    """The files that a `state.json` lists; none if it is another tool's. Raises ValueError for one that is damaged."""
+    state = parse_json(storage.read_bytes(uri))
+    if PROBLEM in state:
+        raise ValueError(f"{uri} is no JSON object, and lists the Arrow files to read: save the data set again.")
+    found = state.get("_data_files") or []
     return {one.get("filename") for one in found if isinstance(one, dict)}
 
 

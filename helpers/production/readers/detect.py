@@ -154,10 +154,9 @@ def kind_of(name: str) -> str:
 
 def files_read(input_format: str, names: Iterable[str], input_uri: str) -> set[str]:
     """The files, of those below an input, that a format reads."""
-    base = inputs.base_folder(input_uri)
     if input_format == "imagefolder":
-        return folder.files_read(names, base)
-    return set(readers.reader_class(input_format).files(names, base))
+        return folder.files_read(names, input_uri)
+    return set(readers.reader_class(input_format).files(names, input_uri))
 
 
 def choose_format(listing: dict[str, int], kinds: dict[str, str], input_uri: str) -> tuple[str, str]:

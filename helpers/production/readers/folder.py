@@ -27,6 +27,7 @@ from ...raw.readers import (
     MAX_BYTES,
     MAX_TEXT_BYTES,
     PATH,
+    PROBLEM,
     ROW,
     ROW_NUMBER,
     Reader,
@@ -58,15 +59,20 @@ class ImageFolder(Reader):
     suffixes, location = ("/metadata.csv", "/metadata.jsonl"), (ROW, FILES)
 
     @classmethod
-    def files(cls, names: Iterable[str], folder: str) -> list[str]:
-        """Tables, and images with side-cars in folders below no table."""
-        names = list(names)
-        tables, found = super().files(names, folder), []
-        for within, samples in samples_by_folder(names, tables).items():
-            for start in range(0, len(samples), UNIT_IMAGES):
-                some = samples[start : start + UNIT_IMAGES]
-                found.append(posixpath.join(within, f"{some[0][0]}#{len(some)}"))
-        return sorted([*tables, *found])
+    def files(cls, names: Iterable[str], input_uri: str) -> list[str]:
+        """Tables, and images with side-cars in folders below no table; what links show again is left out."""
+        names, root = list(names), inputs.base_folder(input_uri)
+        tables = super().files(names, input_uri)
+        folders = samples_by_folder(names, tables)
+        is_pattern = inputs.is_glob(input_uri)
+        repeated = repeated_tables(tables, root) | repeated_images(folders, root) if storage.is_local(root) else set()
+        found = [table for table in tables if table not in repeated]
+        for within, samples in folders.items():
+            images = {image for image, *_ in samples if posixpath.join(within, image) not in repeated}
+            if is_pattern:  # the folder may hold more images than it matches
+                samples = list_samples(posixpath.join(root, within))
+            found += [posixpath.join(within, unit) for unit in split_samples(samples, images)]
+        return sorted(found)
 
     def schema(self, path: str) -> pa.Schema:
         rows = self.rows(path)
@@ -97,7 +103,7 @@ class ImageFolder(Reader):
         if is_table(path):
             return [{**row, ROW: number} for number, row in enumerate(load_table(path))]
         folder, first, count = split_unit(path)
-        found = pair_names(name for name, size in storage.walk(folder, recursive=False) if size is not None)
+        found = list_samples(folder)
         start = bisect.bisect_left(found, (first,))
         return list(map(sidecar_row, found[start : start + count]))
 
@@ -145,6 +151,43 @@ def split_unit(path: str) -> tuple[str, str, int]:
     return folder, first, int(count)
 
 
+def split_samples(samples: list[tuple[str, ...]], images: set[str]) -> Iterator[str]:
+    """Those of `images`, among all samples of their folder, as "{first image}#{how many}" of neighbours."""
+    for is_read, group in itertools.groupby(samples, lambda sample: sample[0] in images):
+        neighbours = list(group) if is_read else []
+        for start in range(0, len(neighbours), UNIT_IMAGES):
+            some = neighbours[start : start + UNIT_IMAGES]
+            yield f"{some[0][0]}#{len(some)}"
+
+
+def repeated_tables(tables: list[str], root: str) -> set[str]:
+    """Tables that are links to an earlier one, in folders of links to the same images."""
+    inodes = {table: storage.inode(posixpath.join(root, table)) for table in tables}
+    counts = collections.Counter(inodes.values())
+    seen, repeated = set(), set()
+    for table in (table for table in tables if counts[inodes[table]] > 1):
+        folder = posixpath.join(root, posixpath.dirname(table))
+        images = [name for name, size in storage.walk(folder) if size is not None and is_image(name)]
+        identity = inodes[table], *((name, storage.inode(posixpath.join(folder, name))) for name in sorted(images))
+        if images and identity in seen:  # without images below, it names others
+            repeated.add(table)
+        seen.add(identity)
+    return repeated
+
+
+def repeated_images(folders: dict[str, list[tuple[str, ...]]], root: str) -> set[str]:
+    """Images that are, as is what stands beside them, links of the same names to those of an earlier folder."""
+    counts = collections.Counter(itertools.chain.from_iterable(folders.values()))
+    seen, repeated = set(), set()
+    for folder, samples in folders.items():
+        for sample in (sample for sample in samples if counts[sample] > 1):
+            identity = sample, *(storage.inode(posixpath.join(root, folder, file)) for file in sample)
+            if identity in seen:
+                repeated.add(posixpath.join(folder, sample[0]))
+            seen.add(identity)
+    return repeated
+
+
 def below_tables(tables: Iterable[str]) -> Callable[[str], bool]:
     """Whether a folder is, or lies below, the folder of one of some tables."""
     with_table = set(map(posixpath.dirname, tables))
@@ -165,25 +208,43 @@ def samples_by_folder(names: Iterable[str], tables: list[str]) -> dict[str, list
     return {folder: samples for folder, within in folders.items() if (samples := pair_names(within))}
 
 
+def list_samples(folder: str) -> list[tuple[str, ...]]:
+    """`pair_names` of a folder's files."""
+    return pair_names(name for name, size in storage.walk(folder, recursive=False) if size is not None)
+
+
 def pair_names(names: Iterable[str]) -> list[tuple[str, ...]]:
     """[(image, what stands beside it, ...)] of the files of one folder, sorted; images alone are left out.
 
     An image has at most one JSON file and one text: of several texts the last, "a.txt" and not "a.caption". They are
-    called after the image's name with or without its suffix, in any form of Unicode.
+    called after the image's name with or without its suffix. A file that is called after no image as it is belongs to
+    the image of that name in another form of Unicode.
     """
-    images, beside = [], collections.defaultdict(dict)
+    images, files = [], []
     for name in sorted(names):
         stem, _, suffix = name.rpartition(".")
         if is_text(suffix):
-            beside[same_name(stem)]["json" if suffix.lower() == "json" else "text"] = name
+            files.append((name, stem, "json" if suffix.lower() == "json" else "text"))
         elif stem and is_image(suffix) and not name.startswith("."):
-            images.append((name, same_name(stem)))
-    found = ((name, beside.get(stem, {}) | beside.get(same_name(name), {})) for name, stem in images)
-    return [(name, *sorted(files.values())) for name, files in found if files]
+            images.append((name, stem))
+    known = set(itertools.chain.from_iterable(images))
+    beside, others = collections.defaultdict(dict), collections.defaultdict(dict)
+    for name, stem, kind in files:
+        if stem in known:
+            beside[stem][kind] = name
+        else:
+            others[same_name(stem)][kind] = name
+    found = []
+    for name, stem in images:
+        of_image = others.get(same_name(stem), {}) | others.get(same_name(name), {})
+        of_image |= beside.get(stem, {}) | beside.get(name, {})
+        if of_image:
+            found.append((name, *sorted(of_image.values())))
+    return found
 
 
 def load_table(path: str) -> list[dict]:
-    """The rows of a `metadata.csv` (all text) or `metadata.jsonl`; a few lines that are no JSON are rows of nulls."""
+    """The rows of a `metadata.csv` (all text) or `metadata.jsonl`; a few lines that are no JSON hold a `PROBLEM`."""
     return _load_table(path, storage.version(path))  # cached: an epoch reads the same few tables
 
 
@@ -201,8 +262,10 @@ def _load_table(path: str, version: tuple[int, int]) -> list[dict]:
             raise csv.Error("its rows have more fields than its first line has names")
     except (csv.Error, pa.ArrowInvalid) as error:
         raise Unreadable(f"{path} is not a readable table: correct it. ({error})") from None
-    if is_jsonl and 2 * rows.count({}) > len(rows):
-        raise Unreadable(f"{path} holds no JSON Lines: write one object a line (jq -c '.[]' does it of a list).")
+    if is_jsonl and 2 * sum(PROBLEM in row for row in rows) > len(rows):
+        raise Unreadable(
+            f"{path} holds no JSON Lines: write one object a line, with each key once (jq -c '.[]' does it of a list)."
+        )
     return rows
 
 
@@ -218,10 +281,10 @@ def csv_rows(path: str, data: bytes) -> csv.DictReader:
     return table
 
 
-def files_read(names: Iterable[str], folder: str) -> set[str]:
+def files_read(names: Iterable[str], input_uri: str) -> set[str]:
     """The files that `ImageFolder` reads: tables and the images below them, images with side-cars and these."""
     names = list(names)
-    tables = Reader.files.__func__(ImageFolder, names, folder)
+    tables = Reader.files.__func__(ImageFolder, names, input_uri)
     is_below = below_tables(tables)
     below = [name for name in names if is_image(name) and is_below(posixpath.dirname(name))]
     samples = samples_by_folder(names, tables).items()

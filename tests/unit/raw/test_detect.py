@@ -155,6 +155,11 @@ def test_a_pattern_gives_the_files_that_match_it(tmp_path):
     assert paths and inputs.list_inputs(config_of(path / ".cache", **columns))[0] == [f"{path}/.cache/5.parquet"]
 
 
+def test_a_pattern_may_match_some_images_of_a_folder(tmp_path):
+    path = write(tmp_path / "d", **captioned(range(5)))
+    assert rows_of(path / "[13].*") == {f"{n}.jpg": (f"a cat {n}", "") for n in (1, 3)}
+
+
 def test_ids_are_a_column_without_repeats_or_made(tmp_path):
     for ids, right in (
         (["1", "2"], "hash"),

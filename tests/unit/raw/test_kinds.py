@@ -28,11 +28,13 @@ from helpers.production.readers import detect, folder
 from helpers.raw import inputs, readers
 from tests.raw_data import (
     as_arrow,
+    captioned,
     found,
     good,
     hugging_face,
     image,
     job_rows,
+    online_rows,
     refusal,
     rows_of,
     table,
@@ -43,6 +45,11 @@ from tests.raw_data import (
 
 FORMATS = ("parquet", "arrow", "webdataset", "metadata.jsonl", "metadata.csv", "side-cars")
 IMAGE = image()
+
+
+def link(file, name):
+    name.parent.mkdir(exist_ok=True)
+    os.link(file, name)
 
 
 def files_of(rows, kind, name="a"):
@@ -176,6 +183,10 @@ def test_arrow_files_that_no_list_names_are_not_read(tmp_path):
     shards = {f"{n}.arrow": as_arrow(hugging_face([n])) for n in range(3)}
     path = write(tmp_path / "s", **shards, **{"state.json": '{"_data_files": [{"filename": "1.arrow"}]}'})
     assert rows_of(path) == {"1.arrow:0": ("a cat 1", "")}
+    write(path, **{f"more/{name}": data for name, data in shards.items()})
+    os.link(path / "state.json", path / "more/state.json")
+    assert set(rows_of(path)) == {"1.arrow:0", "more/1.arrow:0"}
+    assert "state.json is no JSON object" in refusal(write(path, **{"state.json": bytes(100)}))
 
 
 def test_what_two_links_lead_to_is_read_once(tmp_path):
@@ -212,6 +223,55 @@ def test_the_inputs_folder_is_no_place_to_write(tmp_path, given):
         assert len(detect.detect(configs(input_uri=str(tmp_path / uri))).paths) == 1
     begun = {"input_crc32": inputs.checksum(storage.sizes(path))}  # by an earlier version
     assert len(detect.detect(configs(input_uri=str(path)), begun).paths) == 2
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "webdataset"])
+def test_a_file_with_several_names_is_read_once(tmp_path, kind):
+    files = files_of([{"caption": "a"}, {"caption": "b"}], kind)
+    path = write(tmp_path / "d", **{f"1/{name}": data for name, data in files.items()})
+    (name,) = files
+    link(path / "1" / name, path / ".hidden" / name)
+    link(path / "1" / name, path / "2" / name)
+    link(path / "1" / name, path / "1" / f"again-{name}")
+    assert sorted(rows_of(path).values()) == [("a", ""), ("b", "")]
+
+
+@pytest.mark.parametrize("put", [os.link, os.symlink])
+def test_an_image_is_read_beside_each_of_its_captions_whatever_is_linked(tmp_path, put):
+    """As in a snapshot of the hub's cache, and after `jdupes -L` or `rdfind`."""
+    other = image((0, 200, 0))
+    path = write(tmp_path / "captions", **{"cat/1.png": IMAGE, "cat/1.txt": "a photo", "dog/1.png": other})
+    put(path / "cat/1.txt", path / "dog/1.txt")
+    assert rows_of(path) == {"cat/1.png": ("a photo", ""), "dog/1.png": ("a photo", "")}
+    path = write(tmp_path / "images", **{"x/1.png": IMAGE, "x/1.txt": "a photo", "y/1.txt": "a cat"})
+    put(path / "x/1.png", path / "y/1.png")
+    assert rows_of(path) == {"x/1.png": ("a photo", ""), "y/1.png": ("a cat", "")}
+    path = write(
+        tmp_path / "tables",
+        **{"test/metadata.csv": "file_name,text\n1.png,a\n", "test/1.png": IMAGE, "train/1.png": other},
+    )
+    put(path / "test/metadata.csv", path / "train/metadata.csv")
+    assert rows_of(path) == {"test/metadata.csv:0": ("a", ""), "train/metadata.csv:0": ("a", "")}
+
+
+def test_tables_with_several_names_keep_their_rows_if_they_name_images_elsewhere(tmp_path):
+    path = write(tmp_path / "d", **{"x/1.png": IMAGE, "y/1.png": IMAGE})
+    write(path, **{"x/t/metadata.csv": "file_name,text\n../1.png,a\n"})
+    link(path / "x/t/metadata.csv", path / "y/t/metadata.csv")
+    assert set(rows_of(path)) == {"x/t/metadata.csv:0", "y/t/metadata.csv:0"}
+
+
+def test_revisions_that_share_images_give_each_image_once(tmp_path):
+    """Snapshots of the hub's cache; the second one adds images between those of the first."""
+    path = write(tmp_path / "d", **captioned("02", "aaaa/"), **captioned("13", "bbbb/"))
+    for file in os.listdir(path / "aaaa"):
+        link(path / "aaaa" / file, path / "bbbb" / file)
+    assert rows_of(path) == {f"{'ab'[n % 2] * 4}/{n}.jpg": (f"a cat {n}", "") for n in range(4)}
+    files = {"aaaa/metadata.csv": "file_name,text\n1.png,a\n", "aaaa/1.png": IMAGE}
+    path = write(tmp_path / "t", **files)
+    for file in files:
+        link(path / file, path / file.replace("aaaa", "bbbb"))
+    assert rows_of(path) == {"aaaa/metadata.csv:0": ("a", "")}
 
 
 def test_splits_that_are_read_together_are_said(tmp_path):
@@ -261,6 +321,37 @@ def test_json_that_is_no_json_lines_is_refused(tmp_path, text):
     assert "holds no JSON Lines" in refusal(write(tmp_path / "d", **{"metadata.jsonl": text, "0.png": IMAGE}))
 
 
+def json_files(kind, texts):
+    """{name: data} of samples whose JSON is one of `texts` each."""
+    samples = {}
+    for number, text in enumerate(texts):
+        samples |= {f"{number}.png": IMAGE, f"{number}.json": text}
+    if kind == "webdataset":
+        return {"a.tar": tar_of(samples)}
+    lines = "\n".join(text.replace("{", f'{{"file_name": "{number}.png", ', 1) for number, text in enumerate(texts))
+    return samples if kind == "side-cars" else {**samples, "metadata.jsonl": lines}
+
+
+@pytest.mark.parametrize("kind", ["metadata.jsonl", "side-cars", "webdataset"])
+def test_json_that_cannot_be_used_is_the_reason_why_there_is_no_caption(tmp_path, kind):
+    whole = '{"text": "a", "more": {"x": 1, "x": 2}}'
+    path = write(tmp_path / "d", **json_files(kind, [whole, '{"text": "b"},', '{"text": "c", "text": "d"}', whole]))
+    damaged, repeated = ("", "no caption: no readable JSON object"), ("", "no caption: JSON with a key twice")
+    assert list(job_rows(path).values()) == [("a", ""), damaged, repeated, ("a", "")]
+    assert [caption for caption, _ in online_rows(path)[0].values()] == ["a", "a"]
+
+
+def test_a_caption_in_a_text_is_read_whatever_the_json(tmp_path):
+    files = {"a.png": IMAGE, "a.txt": "a", "a.json": "{", "b.png": IMAGE, "b.json": '{"text": "b"}'}
+    for name, data in {"side-cars": files, "tar": {"0.tar": tar_of(files)}}.items():
+        assert sorted(job_rows(write(tmp_path / name, **data)).values()) == [("a", ""), ("b", "")]
+
+
+def test_json_lines_that_all_have_a_key_twice_are_refused(tmp_path):
+    text = '{"file_name": "0.png", "text": "a", "text": "b"}'
+    assert "with each key once" in refusal(write(tmp_path / "d", **{"metadata.jsonl": text, "0.png": IMAGE}))
+
+
 def test_texts_may_be_called_after_the_whole_name_of_an_image(tmp_path):
     path = write(tmp_path / "d", **{"a.png": IMAGE, "a.png.txt": "a", "b.png": IMAGE, "b.png.json": '{"text": "b"}'})
     assert rows_of(path) == {"a.png": ("a", ""), "b.png": ("b", "")}
@@ -289,6 +380,15 @@ def test_both_forms_of_unicode_are_one_name(tmp_path):
     assert rows_of(path) == {"metadata.csv:0": ("a", "")}
     path = write(tmp_path / "s", **{f"{composed}.png": IMAGE, f"{apart}.txt": "a"})
     assert list(rows_of(path).values()) == [("a", "")]
+
+
+def test_two_forms_of_one_name_each_keep_their_caption(tmp_path):
+    """On Linux, a folder may hold both."""
+    composed, apart = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+    files = {f"{composed}.png": IMAGE, f"{composed}.txt": "composed", f"{apart}.png": IMAGE}
+    assert rows_of(write(tmp_path / "d", **files)) == {f"{composed}.png": ("composed", "")}
+    path = write(tmp_path / "d", **{f"{apart}.txt": "apart"})
+    assert rows_of(path) == {f"{composed}.png": ("composed", ""), f"{apart}.png": ("apart", "")}
 
 
 def test_ranges_in_braces_and_folders_that_may_not_be_opened(tmp_path, monkeypatch):
