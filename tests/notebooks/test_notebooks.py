@@ -78,6 +78,7 @@ def test_a_notebook_has_no_outputs_or_those_of_its_own_sources(name):
     images = [output for output in outputs if "image/png" in output.get("data", {})]
     assert all(len("".join(output["data"].get("text/plain", ""))) > 10 for output in images)  # for who sees none
     for output in images:
-        if "alt" in output["metadata"].get("image/png", {}):  # a figure: its margin is white
+        if output["metadata"].get("image/png", {}).get("alt") == "".join(output["data"]["text/plain"]):
+            # A figure, whose margin is white.
             figure = Image.open(io.BytesIO(base64.b64decode("".join(output["data"]["image/png"]))))
             assert figure.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
