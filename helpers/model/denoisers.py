@@ -173,12 +173,12 @@ def find_adapter(name: str) -> Adapter:
     return ADAPTERS[load_denoiser_config(name)["_class_name"]]
 
 
-def build_denoiser(name: str | dict, *, seed: int = 0) -> diffusers.ModelMixin:
+def build_denoiser(described: str | dict, *, seed: int = 0) -> diffusers.ModelMixin:
     """A denoiser with random weights on the CPU, the same for the same seed.
 
-    `name`: as in `load_denoiser_config`, or what that returns. Within `with torch.device("meta")`, it takes no memory.
+    `described`: a name as in `load_denoiser_config`, or what that returns. On the device "meta" it takes no memory.
     """
-    config = load_denoiser_config(name) if isinstance(name, str) else name
+    config = load_denoiser_config(described) if isinstance(described, str) else described
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ADAPTERS[config["_class_name"]].kind.from_config(config)
